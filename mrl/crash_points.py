@@ -1,4 +1,4 @@
-"""Crash points: places of a run where a test lets a process end or stop, or leave out what comes next.
+"""Crash points: points of a run where a test lets a process end or stop, or leave out what comes next.
 
 MRL_CRASH_AT names one of them, PLACE:NTH:ACTION:FILE, and all processes of the run inherit it:
 
@@ -24,24 +24,24 @@ SKIP = "skip"
 _WANTED = os.environ.get(VARIABLE)
 
 
-def crash_point(*place: object) -> bool:
+def crash_point(*point: object) -> bool:
     """Crashes here if that is wanted. True: the caller leaves out what comes next, which only collectives can.
 
-    `place` are the words of the place. Raises EnvironmentFault for a variable that says nothing.
+    The parts of `point` are joined by blanks. Raises EnvironmentFault for a variable that says nothing.
     """
     if _WANTED is None:
         return False
-    return _crash(_read(_WANTED), " ".join(map(str, place)))
+    return _crash(_read(_WANTED), " ".join(map(str, point)))
 
 
-def is_wanted_at(*place: object) -> bool:
-    """Tells whether this place is named at all. A call that is made very often is left as it is where it is not."""
-    return _WANTED is not None and _read(_WANTED).place == " ".join(map(str, place))
+def is_wanted_at(*point: object) -> bool:
+    """Tells whether this point is named at all. A call that is made very often is left as it is where it is not."""
+    return _WANTED is not None and _read(_WANTED).point == " ".join(map(str, point))
 
 
 @dataclass
 class _Wanted:
-    place: str
+    point: str
     left: int  # to come to
     action: str
     file: str
@@ -49,17 +49,17 @@ class _Wanted:
 
 @cache
 def _read(text: str) -> _Wanted:
-    place, nth, action, file = [*text.split(":", 3), "", "", ""][:4]
+    point, nth, action, file = [*text.split(":", 3), "", "", ""][:4]
     known = action == SKIP or action in signal.Signals.__members__
-    if not place or not nth.isdecimal() or not known or not file:
+    if not point or not nth.isdecimal() or not known or not file:
         raise EnvironmentFault(
             f"{VARIABLE}={text} is no crash point; write PLACE:NTH:ACTION:FILE with a signal or {SKIP}, or unset it"
         )
-    return _Wanted(place, int(nth), action, file)
+    return _Wanted(point, int(nth), action, file)
 
 
-def _crash(wanted: _Wanted, place: str) -> bool:
-    if place != wanted.place:
+def _crash(wanted: _Wanted, point: str) -> bool:
+    if point != wanted.point:
         return False
     wanted.left -= 1
     if wanted.left != 0 or not _is_first(wanted.file):

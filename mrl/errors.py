@@ -197,8 +197,8 @@ def _cut(text: str, most: int) -> str:
     """Returns at most `most` characters of a text, cut between words where it can be."""
     if len(text) <= most:
         return text
-    words, _, last = text[:most].rpartition(" ")
-    return text[:most] if len(last) > most // 3 else words.rstrip(",;:")
+    head, _, last = text[:most].rpartition(" ")
+    return text[:most] if len(last) > most // 3 else head.rstrip(",;:")
 
 
 def shown(value: Any) -> str:

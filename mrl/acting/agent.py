@@ -118,19 +118,19 @@ def agent_fault(run: Run) -> str:
     return ""
 
 
-def command_of(words: Sequence[str]) -> Run:
+def command_of(command: Sequence[str]) -> Run:
     """Returns a function that runs a command. Everything but the key comes as JSON on its standard input.
 
     A program of this interpreter's is not started but forked, with what it imports loaded already: loading is what
     takes time. That is done here.
     """
-    script = script_of(words)
+    script = script_of(command)
     if script is not None:
         _import_ahead(script[0])
 
     def run(url: str, key: str, row: Mapping[str, Any], seconds: float, reward_key: str) -> None:
         context = {"url": url, "row": row, "seconds": seconds, REWARD_KEY: reward_key}
-        _run_process(words, script, json.dumps(context).encode())
+        _run_process(command, script, json.dumps(context).encode())
 
     return run
 
@@ -181,14 +181,14 @@ def tried_config(harness: Harness, program: str, config: Mapping[str, Any]) -> s
     return (ended.stderr.strip().splitlines() or [f"it ended with exit status {ended.returncode}"])[-1][:_TOLD]
 
 
-def _run_process(words: Sequence[str], script: Sequence[str] | None, content: bytes) -> None:
+def _run_process(command: Sequence[str], script: Sequence[str] | None, content: bytes) -> None:
     """Runs a command to its end, or forks for a `script` of this interpreter's. Ends all that it left in its group.
 
     `content` is its standard input. Raises RuntimeError for an exit status other than 0.
     """
     asked, pipe = os.pipe()
     if script is None:
-        process = subprocess.Popen(list(words), stdin=asked, start_new_session=True).pid
+        process = subprocess.Popen(list(command), stdin=asked, start_new_session=True).pid
     elif (process := os.fork()) == 0:
         _become(script, asked)
     os.close(asked)
@@ -202,22 +202,22 @@ def _run_process(words: Sequence[str], script: Sequence[str] | None, content: by
         raise RuntimeError(f"it ended with exit status {status} ({CLOSED})")
 
 
-def script_of(words: Sequence[str]) -> list[str] | None:
+def script_of(command: Sequence[str]) -> list[str] | None:
     """Returns file and arguments of a command that is a Python program of this interpreter: `python FILE ...`, or a
     program that names the interpreter in its first line. None for any other command.
     """
-    program = shutil.which(words[0])
+    program = shutil.which(command[0])
     if program is None:
         return None
     if _is_own_interpreter(program):
-        if len(words) > 1 and words[1].endswith(".py") and Path(words[1]).is_file():
-            return list(words[1:])
+        if len(command) > 1 and command[1].endswith(".py") and Path(command[1]).is_file():
+            return list(command[1:])
         return None
     with suppress(OSError), open(program, "rb") as file:
         line = file.readline(_LONGEST_LINE)
         named = line[2:].split()
         if line.startswith(b"#!") and len(named) == 1 and _is_own_interpreter(os.fsdecode(named[0])):
-            return [program, *words[1:]]
+            return [program, *command[1:]]
     return None
 
 

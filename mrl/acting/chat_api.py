@@ -208,7 +208,7 @@ def _openai_message(message: Any) -> ChatMessage:
     calls = [_openaicall_of(call) for call in list_of(message, "tool_calls")]
     if message.get("function_call") is not None:  # the older form, which has one call without an id
         calls.append(_openaicall_of({"function": message["function_call"]}))
-    call_id = word_of(message.get("tool_call_id"))
+    call_id = string_of(message.get("tool_call_id"))
     return message_with(role, message.get("content"), tuple(calls), call_id)
 
 
@@ -230,8 +230,8 @@ def call_of(number: Any, name: Any, arguments: Any) -> ChatCall:
     if arguments is None:  # a call without arguments
         arguments = {}
     if isinstance(arguments, Mapping):
-        return ChatCall(word_of(number), word_of(name), arguments)
-    return ChatCall(word_of(number), word_of(name), {"arguments": arguments}, is_read=False)
+        return ChatCall(string_of(number), string_of(name), arguments)
+    return ChatCall(string_of(number), string_of(name), {"arguments": arguments}, is_read=False)
 
 
 def _openai_tool(tool: Any) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _anthropic_messages(message: Any) -> list[ChatMessage]:
     for block in blocks:
         check_mapping(block, "a block of a message")
     results = [
-        message_with("tool", block.get("content"), call_id=word_of(block.get("tool_use_id")))
+        message_with("tool", block.get("content"), call_id=string_of(block.get("tool_use_id")))
         for block in blocks
         if block.get("type") == "tool_result"
     ]
@@ -419,7 +419,7 @@ def limit_of(body: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def word_of(value: Any) -> str:
+def string_of(value: Any) -> str:
     """Returns a name or id; empty where it is missing. Raises BadRequest."""
     if value is None:
         return ""
@@ -517,7 +517,7 @@ def tool_of(function: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
     properties = schema.get("properties") or {}
     check_mapping(properties, f"`properties` of tool {name!r}")
     schema = {**schema, "properties": properties}
-    described = {"name": name, "description": word_of(function.get("description")), "parameters": schema}
+    described = {"name": name, "description": string_of(function.get("description")), "parameters": schema}
     return {"type": "function", "function": described}
 
 

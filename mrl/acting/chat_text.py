@@ -47,9 +47,9 @@ class ChatText:
         self._enforces_choice = enforces_choice
         asks = {"role": "user", "content": "question"}
         answers = {"role": "assistant", "content": "answer"}
-        told = {"role": "system", "content": _ANSWER}
+        system = {"role": "system", "content": _ANSWER}
         # where a conversation may have a message of the system: at its beginning, and later
-        self._takes_system = (self._writes([told, asks]), self._writes([asks, answers, told]))
+        self._takes_system = (self._writes([system, asks]), self._writes([asks, answers, system]))
 
     def _writes(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Tells whether the template writes a message that holds _ANSWER."""
@@ -61,14 +61,14 @@ class ChatText:
     def overridden(self, asked: ChatRequest, said: ChatMessage, own: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the names of what a request asks for and does not get. `own` as in ChatRequest.overridden."""
         names = dict.fromkeys(asked.overridden(own))
-        if any(self._read_as_user(place, message) for place, message in enumerate(asked.messages)):
+        if any(self._read_as_user(position, message) for position, message in enumerate(asked.messages)):
             names["system"] = None
         if self._enforces_choice and asked.choice is not None and said.calls:
             names.pop("tool_choice", None)
         return tuple(names)
 
-    def _read_as_user(self, place: int, message: ChatMessage) -> bool:
-        return message.role == "system" and not self._takes_system[place > 0]
+    def _read_as_user(self, position: int, message: ChatMessage) -> bool:
+        return message.role == "system" and not self._takes_system[position > 0]
 
     def begun(self, asked: ChatRequest) -> list[int]:
         """Returns the tokens with which the answer begins, which are not the model's own: of a demanded call."""
@@ -93,8 +93,8 @@ class ChatText:
 
     def prompt(self, asked: ChatRequest) -> list[int]:
         """Returns the tokens of a whole conversation. Raises BadRequest where the template refuses it."""
-        messages, tools, stand_ins = self._marked(asked.messages, asked.tools, 0)
-        return self._dialect.encoded(_parts(self._written(messages, tools), stand_ins))
+        messages, tools, placeholders = self._marked(asked.messages, asked.tools, 0)
+        return self._dialect.encoded(_parts(self._written(messages, tools), placeholders))
 
     def follow(
         self, turn: Sequence[int], messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
@@ -108,7 +108,7 @@ class ChatText:
             raise BadRequest(
                 f"the chat template numbers images ({_NUMBERED}), and cannot go on with that in later turns"
             )
-        new, marked_tools, stand_ins = self._marked(messages, tools, 1)
+        new, marked_tools, placeholders = self._marked(messages, tools, 1)
         texts = json.dumps([new, marked_tools], ensure_ascii=False)
         answer = _ANSWER
         while answer in texts:
@@ -117,7 +117,7 @@ class ChatText:
         _, found, behind = self._written([*before, *new], marked_tools).rpartition(answer)
         if not found:
             raise BadRequest("the model's chat template does not write these messages behind an answer")
-        ids = self._dialect.encoded(_parts(behind, stand_ins))
+        ids = self._dialect.encoded(_parts(behind, placeholders))
         if len(turn) and ids and turn[-1] == ids[0]:
             return ids[1:]
         return ids
@@ -150,10 +150,10 @@ class ChatText:
             raise BadRequest(f"the model's chat template refuses the conversation: {error}") from error
 
     def _marked(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], place: int
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], position: int
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]], dict[str, str]]:
-        """Replaces each of the family's own tokens in texts of messages and tools by one character. `place` is that of
-        the first message in the conversation.
+        """Replaces each of the family's own tokens in texts of messages and tools by one character. `position` is that
+        of the first message in the conversation.
 
         Returns messages, tools, and the token behind each character. Raises BadRequest for names in a tool's schema
         that a template could write as such a token, between its <>.
@@ -163,16 +163,16 @@ class ChatText:
             if f"<{name}>" in own_tokens:
                 raise BadRequest(f"a tool's schema has the name {name!r}, and <{name}> is a token of the model's own")
         read = (
-            replace(message, role="user") if self._read_as_user(place + number, message) else message
+            replace(message, role="user") if self._read_as_user(position + number, message) else message
             for number, message in enumerate(messages)
         )
         plain = [[message.for_template for message in read], list(tools)]
         texts = json.dumps(plain, ensure_ascii=False)
         tokens = [token for token in own_tokens if token in texts]
         free = (chr(number) for number in count(_FIRST_STAND_IN) if chr(number) not in texts)
-        stand_ins = {next(free): token for token in tokens}
-        marked_messages, marked_tools = _with_stand_ins(plain, stand_ins)
-        return marked_messages, marked_tools, stand_ins
+        placeholders = {next(free): token for token in tokens}
+        marked_messages, marked_tools = _with_placeholders(plain, placeholders)
+        return marked_messages, marked_tools, placeholders
 
 
 def characters(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -202,24 +202,27 @@ def _names(value: Any) -> Iterator[str]:
             yield from _names(each)
 
 
-def _with_stand_ins(value: Any, stand_ins: Mapping[str, str]) -> Any:
+def _with_placeholders(value: Any, placeholders: Mapping[str, str]) -> Any:
     """Replaces the tokens in all texts of a JSON value by their stand-ins."""
     if isinstance(value, str):
         value = value.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
-        for character, token in stand_ins.items():
+        for character, token in placeholders.items():
             value = value.replace(token, character)
         return value
     if isinstance(value, Mapping):
-        return {_with_stand_ins(name, stand_ins): _with_stand_ins(each, stand_ins) for name, each in value.items()}
+        return {
+            _with_placeholders(name, placeholders): _with_placeholders(each, placeholders)
+            for name, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_with_stand_ins(each, stand_ins) for each in value]
+        return [_with_placeholders(each, placeholders) for each in value]
     return value
 
 
-def _parts(text: str, stand_ins: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+def _parts(text: str, placeholders: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
     """Cuts a text at its stand-ins. Yields (text, whether the family's tokens in it stand for themselves)."""
-    if not stand_ins:
+    if not placeholders:
         yield text, True
         return
-    for part in re.split(f"([{''.join(stand_ins)}])", text):
-        yield stand_ins.get(part, part), part not in stand_ins
+    for part in re.split(f"([{''.join(placeholders)}])", text):
+        yield placeholders.get(part, part), part not in placeholders

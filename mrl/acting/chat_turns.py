@@ -15,10 +15,10 @@ an answer of the model, t for a tool's:
 All answers of one question are kept until the session ends, because a client may take any of them. What the
 conversation goes on from decides: at the end an answer that nothing follows is passed over where another of the same
 question is newer, or has been gone on from since. Where an answer of the question has been gone on from already,
-another one begins a branch ("asked again"). A request that is still being answered has its place and its number
+another one begins a branch ("asked again"). A request that is still being answered has its position and its number
 already, so two equal ones at once are siblings. Turns are known by number only; their tokens are kept elsewhere.
 
-Finding a place takes a time that grows with the request, and not with the number of turns. Each beginning of a
+Locating a request takes a time that grows with the request, and not with the number of turns. Each beginning of a
 conversation has a number, its node: tools lead from node 0 to a node, and each message to the next. Turns and questions
 are found by the node at which they end.
 """
@@ -68,8 +68,8 @@ class KeptTurn:
 
 
 @dataclass(frozen=True)
-class ChatPlace:
-    """The place of a request in the kept conversation."""
+class ChatPosition:
+    """The position of a request in the kept conversation."""
 
     move: Move
     parent: int | None  # the turn that it continues; None: it begins with a prompt of its own
@@ -107,7 +107,7 @@ class KeptTurns:
         """All turns, in order."""
         return list(self._turns.values())
 
-    def place(self, asked: ChatRequest) -> ChatPlace:
+    def locate(self, asked: ChatRequest) -> ChatPosition:
         """Finds where a request belongs. Raises BadRequest where it has nothing new to answer."""
         first, nodes = self._known(asked)
         parent, known = self._deepest(nodes)
@@ -115,44 +115,52 @@ class KeptTurns:
         if not new:
             raise BadRequest("the conversation ends with what the model said: there is nothing to answer")
         if not self._turns:
-            return ChatPlace(Move.BEGINS, None, new)
+            return ChatPosition(Move.BEGINS, None, new)
         same = None
         if len(nodes) == len(asked.messages):
             same = self._questions.get((parent, nodes[-1]))
         if same is not None:
             question = self._turns[same.answers[0]].question
             again = 1 + self._turns[same.answers[-1]].again
-            place = ChatPlace(Move.RETRIES, parent, new, question=question, again=again)
+            position = ChatPosition(Move.RETRIES, parent, new, question=question, again=again)
             if same.behind:
-                return replace(place, move=Move.BRANCHES, why=Why.ASKED_AGAIN)
-            return place
+                return replace(position, move=Move.BRANCHES, why=Why.ASKED_AGAIN)
+            return position
         if parent is not None and not self._following[parent]:
             if self._is_late(parent):
-                return ChatPlace(Move.BRANCHES, parent, new, Why.ASKED_AGAIN)
-            return ChatPlace(Move.EXTENDS, parent, new)
-        return ChatPlace(Move.BRANCHES, parent, new, self._why(parent, new, first, nodes[known:]))
+                return ChatPosition(Move.BRANCHES, parent, new, Why.ASKED_AGAIN)
+            return ChatPosition(Move.EXTENDS, parent, new)
+        return ChatPosition(Move.BRANCHES, parent, new, self._why(parent, new, first, nodes[known:]))
 
-    def open(self, asked: ChatRequest, place: ChatPlace) -> int:
+    def open(self, asked: ChatRequest, position: ChatPosition) -> int:
         """Adds the turn of a request, which is still to be answered. Returns its number."""
         self.asked = number = self.asked + 1
-        question = place.question or number
-        if place.parent is None:
+        question = position.question or number
+        if position.parent is None:
             node = self._node(0, _tools_key(asked))
             self._first_tools[node] += 1
-            self._first_messages[place.messages[0].key] += 1
+            self._first_messages[position.messages[0].key] += 1
         else:
-            before = self._turns[place.parent]
+            before = self._turns[position.parent]
             node = self._node(before.node, before.said.key)
-            self._following[place.parent] += 1
+            self._following[position.parent] += 1
             self._question(before).behind.append(number)
-        for message in place.messages:
+        for message in position.messages:
             node = self._node(node, message.key)
             self._uses[node] += 1
         turn = KeptTurn(
-            number, place.parent, asked.tools, place.messages, None, question, place.again, asked.is_instructed, node
+            number,
+            position.parent,
+            asked.tools,
+            position.messages,
+            None,
+            question,
+            position.again,
+            asked.is_instructed,
+            node,
         )
         self._turns[number] = turn
-        self._questions.setdefault((place.parent, node), _Question()).answers.append(number)
+        self._questions.setdefault((position.parent, node), _Question()).answers.append(number)
         return number
 
     def answer(self, number: int, said: ChatMessage) -> None:
@@ -231,8 +239,8 @@ class KeptTurns:
             for turn in self.turns
             if newest[turn.number] == turn.number < of_question[turn.question]  # nothing follows it
         }
-        stays = {turn.question: turn.number for turn in self.turns if turn.number not in passed}
-        return {turn.number: stays[turn.question] for turn in self.turns if turn.number in passed}
+        kept = {turn.question: turn.number for turn in self.turns if turn.number not in passed}
+        return {turn.number: kept[turn.question] for turn in self.turns if turn.number in passed}
 
     def path(self, number: int) -> list[int]:
         """Returns the numbers of the turns from the beginning to turn `number`, itself included."""

@@ -171,9 +171,9 @@ class Dialect:
 
     def _until_closed(self, ids: list[int]) -> list[int] | None:
         """Returns the tokens of one call; None where another call begins, or the turn ends, before it is closed."""
-        for place, number in enumerate(ids):
+        for position, number in enumerate(ids):
             if number == self._added[CLOSE]:
-                return ids[:place]
+                return ids[:position]
             if number == self._added[OPEN]:
                 return None
         return None

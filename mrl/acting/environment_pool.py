@@ -346,8 +346,8 @@ class EnvironmentPool:
         return future
 
     def _serve(self, slot: _Slot) -> None:
-        while (taken := self._next(slot)) is not None:
-            job, future = taken
+        while (entry := self._next(slot)) is not None:
+            job, future = entry
             if not future.set_running_or_notify_cancel():
                 self._leave(slot)
                 continue
@@ -381,9 +381,9 @@ class EnvironmentPool:
                 self._changed.wait()
             if self._closed:
                 return None
-            taken = (slot.queue or shared).popleft()
-            slot.at = taken[1]
-            return taken
+            entry = (slot.queue or shared).popleft()
+            slot.at = entry[1]
+            return entry
 
     def _call(self, slot: _Slot, name: str, arguments: Mapping[str, Any]) -> CallAnswer:
         began = time.monotonic()
@@ -519,7 +519,7 @@ class EnvironmentPool:
         with self._changed:
             self._closed = True
             queues = [self._shared, *(slot.queue for slot in self._slots)]
-            left = [taken for queue in queues for taken in queue]
+            left = [entry for queue in queues for entry in queue]
             for slot in self._slots:
                 if slot.process is not None:
                     slot.process.kill()  # whoever waits for it gets an answer, and its thread ends the process

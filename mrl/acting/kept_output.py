@@ -13,9 +13,9 @@ class KeptOutput:
 
     def add(self, data: bytes) -> None:
         """Adds output."""
-        room = self._most - len(self._head)
-        self._head += data[:room]
-        self._tail += data[room:]
+        left = self._most - len(self._head)
+        self._head += data[:left]
+        self._tail += data[left:]
         beyond = max(0, len(self._tail) - self._most)
         self.left_out += beyond
         del self._tail[:beyond]

@@ -106,7 +106,7 @@ class LaterImports:
 
     def made(self) -> None:
         """Imports what was told since the last call, unless that begins a thread or takes too long."""
-        names = self._told()
+        names = self._new_names()
         if names and _come_well(names):
             _import(names)
             gc.freeze()  # else a collection would copy what forks share
@@ -116,7 +116,7 @@ class LaterImports:
         os.close(self._names)
         return self._channel
 
-    def _told(self) -> list[str]:
+    def _new_names(self) -> list[str]:
         with suppress(BlockingIOError):
             while data := os.read(self._names, _READ_BYTES):
                 self._rest += data

@@ -106,7 +106,7 @@ def mcp_tools(
         if listed is None:
             schemas[name] = server.chosen()
         else:
-            server.told = schemas[name] = list(listed[name])
+            server.offered = schemas[name] = list(listed[name])
             server.try_to_connect()
         for schema in schemas[name]:
             offered = schema["function"]["name"]
@@ -124,7 +124,7 @@ class McpServer:
         self._spec = spec
         self._sees = sees
         self._connection: _Connection | None = None
-        self.told: list[Schema] = []  # what the model is told of
+        self.offered: list[Schema] = []  # what the model is told of
         self._said_changed = False
 
     def chosen(self) -> list[Schema]:
@@ -133,7 +133,7 @@ class McpServer:
         if self._spec.command and shutil.which(self._spec.command[0]) is None:
             raise ConfigError(f"{where}.command: no executable program {self._spec.command[0]!r} was found")
         try:
-            self.told = self._offered(self._asked(self._list(), _LIST_S))
+            self.offered = self._offered(self._asked(self._list(), _LIST_S))
         except ToolError as error:
             raise ConfigError(f"{where}: the server does not list its tools: {error}") from error
         except ImportError as error:
@@ -142,7 +142,7 @@ class McpServer:
             ) from error
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
-        return self.told
+        return self.offered
 
     def try_to_connect(self) -> None:
         """Connects before the first call, whose time limit is shorter. A server that is away may come back."""
@@ -198,7 +198,7 @@ class McpServer:
             return
         with suppress(Exception):  # it says nothing of the call that failed
             listed = await asyncio.wait_for(self._list(), _LIST_S)
-            if changes := changes_of(self.told, [_schema(tool, self._spec.prefix) for tool in listed]):
+            if changes := changes_of(self.offered, [_schema(tool, self._spec.prefix) for tool in listed]):
                 self._said_changed = True
                 print(
                     f"{KEY}.{self._spec.name}: its tools are not those that it had when the run began: {changes}; "
@@ -225,10 +225,10 @@ class McpServer:
         return schemas
 
 
-def changes_of(told: Sequence[Schema], listed: Sequence[Schema]) -> str:
+def changes_of(offered: Sequence[Schema], listed: Sequence[Schema]) -> str:
     """Says which tools that the model is told of are gone or described otherwise now; empty for none."""
     now = {schema["function"]["name"]: schema for schema in listed}
-    before = {schema["function"]["name"]: schema for schema in told}
+    before = {schema["function"]["name"]: schema for schema in offered}
     gone = [name for name in before if name not in now]
     other = [name for name in before if name in now and before[name] != now[name]]
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in (("gone", gone), ("changed", other)) if names)

@@ -16,7 +16,7 @@ from mrl.acting.text_arena import TEXTARENA, load_textarena
 from mrl.acting.tool import Tool, ToolsSpec
 from mrl.acting.verl_environment import verl_environment
 from mrl.acting.verl_tool_config import VERL_TOOLS
-from mrl.acting.verl_tools import FUNCTIONS, stand_in
+from mrl.acting.verl_tools import FUNCTIONS, mock_verl
 from mrl.errors import ConfigError
 from mrl.reward.resolve import load_function, load_module
 
@@ -139,6 +139,6 @@ def _module(spec: ToolsSpec) -> ModuleType | None:
     if spec.path is None:
         return None
     if spec.path not in _modules:
-        stand_in()
+        mock_verl()
         _modules[spec.path] = load_module(Path(spec.path), PATH_KEY)
     return _modules[spec.path]

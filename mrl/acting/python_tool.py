@@ -106,7 +106,7 @@ def run_program(code: str, limits: PythonLimits) -> str:
     """Returns what the program printed, including errors. Raises ProgramEnded if it exceeded limits or a signal ended
     it.
     """
-    with _folder() as folder, _pipe() as (told, report):
+    with _folder() as folder, _pipe() as (outcome, report):
         (folder / CODE).write_bytes(code.encode("utf-8", "replace"))
         process = _started(folder, limits, report)
         output = KeptOutput(_KEPT)
@@ -116,7 +116,7 @@ def run_program(code: str, limits: PythonLimits) -> str:
             status = _end(process)
         # where the process could not give up something, it says so, and the program never ran
         with suppress(BlockingIOError):
-            raise ProgramEnded(os.read(told, _READ_BYTES).decode())
+            raise ProgramEnded(os.read(outcome, _READ_BYTES).decode())
     return _answer(output.text, status, why)
 
 

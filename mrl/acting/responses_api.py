@@ -32,9 +32,9 @@ from mrl.acting.chat_api import (
     message_with,
     openai_error,
     openai_usage,
+    string_of,
     text_of,
     tool_of,
-    word_of,
 )
 
 RESPONSES = "/v1/responses"
@@ -74,7 +74,7 @@ def parse_responses(body: Any) -> ChatRequest:
         messages += _messages_of(list_of(body, "input"))
     tools, forms, left_out = _tools_of(list_of(body, "tools"))
     limit = limit_of(body, "max_output_tokens")
-    previous = word_of(body.get("previous_response_id"))
+    previous = string_of(body.get("previous_response_id"))
     asked = checked(body, _READ, messages, tools, limit, left_out)
     return replace(asked, previous=previous, is_instructed=is_instructed, forms=forms)
 
@@ -89,7 +89,7 @@ def _messages_of(items: Sequence[Any]) -> list[ChatMessage]:
         if kind == "reasoning":
             continue
         if kind in _RESULTS:
-            messages.append(message_with("tool", item.get("output"), call_id=word_of(item.get("call_id"))))
+            messages.append(message_with("tool", item.get("output"), call_id=string_of(item.get("call_id"))))
         elif kind in _CALLS:
             if not goes_on:
                 messages.append(ChatMessage("assistant", ""))
@@ -118,9 +118,9 @@ def _message_of(item: Mapping[str, Any], before: ChatMessage | None) -> list[Cha
 
 
 def _call_of(item: Mapping[str, Any]) -> ChatCall:
-    name = _named(word_of(item.get("namespace")), word_of(item.get("name")))
+    name = _named(string_of(item.get("namespace")), string_of(item.get("name")))
     if item.get("type") == "custom_tool_call":
-        return ChatCall(word_of(item.get("call_id")), name, {_INPUT: word_of(item.get("input"))})
+        return ChatCall(string_of(item.get("call_id")), name, {_INPUT: string_of(item.get("input"))})
     arguments = item.get("arguments") or "{}"
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
@@ -144,7 +144,7 @@ def _tools_of(
     for tool in tools:
         check_mapping(tool, "a tool")
         kind = tool.get("type")
-        named = dict(tool) | {"name": _named(namespace, word_of(tool.get("name")))}
+        named = dict(tool) | {"name": _named(namespace, string_of(tool.get("name")))}
         if kind == "function":
             functions.append(tool_of(named, tool.get("parameters")))
             forms[named["name"]] = (namespace, "function_call")
@@ -152,7 +152,7 @@ def _tools_of(
             functions.append(tool_of(named, {"type": "object", "properties": {_INPUT: {"type": "string"}}}))
             forms[named["name"]] = (namespace, "custom_tool_call")
         elif kind == "namespace" and not namespace:
-            inner, inner_forms, inner_left = _tools_of(list_of(tool, "tools"), word_of(tool.get("name")))
+            inner, inner_forms, inner_left = _tools_of(list_of(tool, "tools"), string_of(tool.get("name")))
             functions += inner
             forms |= inner_forms
             left_out += inner_left
@@ -181,14 +181,14 @@ def _events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[str, dic
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
     for index, item in enumerate(_items(answer, request)):
-        place = {"output_index": index}
+        position = {"output_index": index}
         empty = item | {"status": "in_progress"}
         emptied = {"message": {"content": []}, "reasoning": {"content": []}, "function_call": {"arguments": ""}}
         empty |= emptied.get(item["type"], {_INPUT: ""})
-        yield "response.output_item.added", place | {"item": empty}
+        yield "response.output_item.added", position | {"item": empty}
         for kind, data in _parts(item):
-            yield f"response.{kind}", place | {"item_id": item["id"]} | data
-        yield "response.output_item.done", place | {"item": item}
+            yield f"response.{kind}", position | {"item_id": item["id"]} | data
+        yield "response.output_item.done", position | {"item": item}
     whole = responses_whole(answer, request)
     yield f"response.{whole['status']}", {"response": whole}
 
@@ -204,13 +204,13 @@ def _parts(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "custom_tool_call_input.done", {_INPUT: item[_INPUT]}
         return
     (part,) = item["content"]
-    place = {"content_index": 0}
+    position = {"content_index": 0}
     name = part["type"]
     more: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
-    yield "content_part.added", place | {"part": part | {"text": ""}}
-    yield f"{name}.delta", place | {"delta": part["text"]} | more
-    yield f"{name}.done", place | {"text": part["text"]} | more
-    yield "content_part.done", place | {"part": part}
+    yield "content_part.added", position | {"part": part | {"text": ""}}
+    yield f"{name}.delta", position | {"delta": part["text"]} | more
+    yield f"{name}.done", position | {"text": part["text"]} | more
+    yield "content_part.done", position | {"part": part}
 
 
 def _head(answer: ChatAnswer, request: ChatRequest, status: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def give_up(limits: PythonLimits) -> str | None:
         return f"Landlock is of version {version} here, which lets files be emptied; Linux 6.2 has {KEEPS_WHOLE}"
     if not _drop_rights():
         return "rights of root stay with the process"
-    if not keep_files((1 << max(bits for since, bits in _KINDS if version >= since)) - 1, _places()):
+    if not keep_files((1 << max(bits for since, bits in _KINDS if version >= since)) - 1, _allowed_paths()):
         return "Landlock does not take files from a process"
     if not filter_calls(calls):
         return "seccomp does not take system calls from a process"
@@ -120,16 +120,16 @@ def _drop_rights() -> bool:
     return ctypes.CDLL(None).capset(header, none) == 0
 
 
-def _places() -> dict[str, int]:
+def _allowed_paths() -> dict[str, int]:
     """Returns the remaining access by path: reading libraries, reading and writing the folder."""
     paths = sysconfig.get_paths()
     read = {paths[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     read |= {f"{sys.base_prefix}/lib", *_LIBRARIES}
-    places = {place: _READ_FILE | (_READ_FOLDER if os.path.isdir(place) else 0) for place in read}
-    places |= dict.fromkeys(_DEVICES, _READ_FILE)
-    places["/dev/null"] |= _WRITE_FILE | _CUT_FILE
-    places[os.getcwd()] = _READ_FILE | _READ_FOLDER | _WRITE_FILE | _MAKE_FILE | _CUT_FILE
-    return {place: access for place, access in places.items() if os.path.exists(place)}
+    allowed = {path: _READ_FILE | (_READ_FOLDER if os.path.isdir(path) else 0) for path in read}
+    allowed |= dict.fromkeys(_DEVICES, _READ_FILE)
+    allowed["/dev/null"] |= _WRITE_FILE | _CUT_FILE
+    allowed[os.getcwd()] = _READ_FILE | _READ_FOLDER | _WRITE_FILE | _MAKE_FILE | _CUT_FILE
+    return {path: access for path, access in allowed.items() if os.path.exists(path)}
 
 
 def run() -> None:

@@ -30,7 +30,7 @@ from mrl.acting.verl_tool_config import (
     read_tool_config,
     root_of,
 )
-from mrl.acting.verl_tools import stand_in
+from mrl.acting.verl_tools import mock_verl
 from mrl.errors import ConfigError
 from mrl.reward.verl_modules import missing
 
@@ -154,7 +154,7 @@ def verl_environment(path: str, limits: PythonLimits, network: bool) -> type[Env
 
 def _made(entry: ToolEntry, path: Path, own: Mapping[str, Callable[[], type]], where: str) -> Any:
     """Makes the tool of an entry."""
-    stand_in()
+    mock_verl()
     from verl.tools.schemas import OpenAIFunctionToolSchema
 
     kind = _class(entry, path, own, where)

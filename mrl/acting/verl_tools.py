@@ -13,9 +13,9 @@ from mrl.reward import verl_modules
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # of this process, by name
 
 
-def stand_in() -> None:
+def mock_verl() -> None:
     """Makes the replaced modules importable where verl is not installed, those of scores too."""
-    verl_modules.stand_in(MODULES | verl_modules.SCORES)
+    verl_modules.mock_verl(MODULES | verl_modules.SCORES)
 
 
 def _of_classes(name: str) -> Any:

@@ -57,9 +57,9 @@ class WarmProcess:
         with self._lock:
             try:
                 socket.send_fds(self._channel, [_FORK], [asked, answered])
-                told, descriptors, _, _ = socket.recv_fds(self._channel, len(_FORK), 1)
+                message, descriptors, _, _ = socket.recv_fds(self._channel, len(_FORK), 1)
             except OSError:
-                told, descriptors = b"", []
+                message, descriptors = b"", []
             finally:
                 os.close(asked)
                 os.close(answered)
@@ -67,7 +67,7 @@ class WarmProcess:
             return ForkedWorker(descriptors[0], requests, results)
         os.close(requests)
         os.close(results)
-        if told == _NO:
+        if message == _NO:
             return None
         raise WorkerFailure("died", "the process that forks agents has ended")
 
@@ -94,7 +94,7 @@ def main(requests_fd: int, results_fd: int) -> None:
         results_fd,
         ToolsSpec,
         loaded,
-        then=lambda requests, told, answer: _fork_on_demand(requests, told, answer, tuple(folders)),
+        then=lambda requests, message, answer: _fork_on_demand(requests, message, answer, tuple(folders)),
     )
 
 
@@ -108,8 +108,8 @@ def _fork_on_demand(requests: BinaryIO, results_fd: int, answer: Callable[..., A
     gc.freeze()  # else a collection would copy what the forks share
     later = LaterImports()
     while True:
-        told, descriptors, _, _ = socket.recv_fds(channel, len(_FORK), 2)
-        if not told:
+        message, descriptors, _, _ = socket.recv_fds(channel, len(_FORK), 2)
+        if not message:
             return
         if may_fork:
             later.made()

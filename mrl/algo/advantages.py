@@ -87,7 +87,7 @@ class TokenAdvantages:
 
     def rows(self, index: np.ndarray) -> "TokenAdvantages":
         """Keeps the advantages of the given responses only."""
-        of_turns = None if self.per_turn is None else self.per_turn.taken(index)
+        of_turns = None if self.per_turn is None else self.per_turn.keep(index)
         return replace(self, per_response=self.per_response[index], per_turn=of_turns)
 
     def among(self, counted: np.ndarray, turns: TurnNumbers | None = None) -> "TokenAdvantages":
@@ -207,8 +207,8 @@ def register_advantage(name: str, whitened: bool = False) -> Callable[[Advantage
 
     def bind(function: AdvantageFunction) -> AdvantageFunction:
         if name in ADVANTAGE_FUNCTIONS:
-            taken = ", ".join(ADVANTAGE_FUNCTIONS)
-            raise ConfigError(f"register_advantage: the name {name!r} is taken; taken: {taken}")
+            allowed = ", ".join(ADVANTAGE_FUNCTIONS)
+            raise ConfigError(f"register_advantage: the name {name!r} is taken; taken: {allowed}")
         ADVANTAGE_FUNCTIONS[name] = function
         WHITENED.update({name} if whitened else ())
         return function
@@ -371,7 +371,7 @@ def grpo_turn(inputs: AdvantageInputs) -> np.ndarray:
     GRPO (arXiv:2402.03300) on returns to go, turn by turn (as in arXiv:2505.11821, of rewards of turns).
     """
     turns = inputs.of_turns
-    same_turn = paired(np.asarray(inputs.group_ids)[turns.rows], turns.places)
+    same_turn = paired(np.asarray(inputs.group_ids)[turns.rows], turns.positions)
     return compared(_returns(inputs), same_turn, inputs.norm_adv_by_std_in_grpo)
 
 

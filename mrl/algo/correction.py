@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.algo.rows import RowValues, on_tokens, places, row_extremes, row_sums, second_moment, total
+from mrl.algo.rows import RowValues, on_tokens, positions, row_extremes, row_sums, second_moment, total
 from mrl.algo.spec import BAND_MODES, LOG_RATIO_LIMIT
 from mrl.errors import NumericAbort
 
@@ -259,7 +259,7 @@ def _sequence_metrics(of_rows: RowValues) -> dict[str, float]:
 
 def _first_bad(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns the position of the first non-finite value of each row, float64 [rows]; infinity where there is none."""
-    return row_extremes(np.minimum, np.where(np.isfinite(values), np.inf, places(lengths)), lengths, np.inf)
+    return row_extremes(np.minimum, np.where(np.isfinite(values), np.inf, positions(lengths)), lengths, np.inf)
 
 
 def _check_finite(of_rows: RowValues) -> None:

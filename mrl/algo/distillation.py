@@ -17,9 +17,9 @@ def gaps_of_rows(
 
 
 def mass_of_rows(log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowValues:
-    """Sums the probability that a teacher gives its top words, over the masked tokens of each row.
+    """Sums the probability that a teacher gives its top tokens, over the masked tokens of each row.
 
-    `log_probs` is [tokens, words].
+    `log_probs` is [tokens, k].
     """
     mass = np.exp(log_probs.astype(np.float64)).sum(-1)
     return {"teacher_mass": row_sums(np.where(mask, mass, 0.0), lengths)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.algo.rows import RowValues, moments, on_tokens, places, row_sums
+from mrl.algo.rows import RowValues, moments, on_tokens, positions, row_sums
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ def _discounted_sums(values: np.ndarray, lengths: np.ndarray, discount: float) -
     """
     longest = int(lengths.max(initial=0))
     row = np.repeat(np.arange(len(lengths)), lengths)
-    column = longest - on_tokens(lengths, lengths) + places(lengths)  # the last tokens stand below each other
+    column = longest - on_tokens(lengths, lengths) + positions(lengths)  # the last tokens stand below each other
     table = np.zeros((longest, len(lengths)))
     table[column, row] = values
-    for place in range(longest - 2, -1, -1):
-        table[place] += discount * table[place + 1]
+    for position in range(longest - 2, -1, -1):
+        table[position] += discount * table[position + 1]
     return table[column, row]
 
 

@@ -24,7 +24,7 @@ from mrl.algo.aggregate import (
 )
 from mrl.algo.own_functions import load_registered
 from mrl.algo.plain import Denominators, PolicyLossParameters
-from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES, LOG_RATIO_LIMIT, OVER_WORDS, REVERSE_OVER_WORDS
+from mrl.algo.spec import FORWARD_OVER_TOP_K, KL_TYPES, LOG_RATIO_LIMIT, OVER_TOP_K, REVERSE_OVER_TOP_K
 from mrl.errors import ConfigError
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
@@ -46,8 +46,10 @@ class LossInputs:
     weights: Tensor | None = None  # importance weights of the off-policy correction, on the policy loss alone
     selected: Tensor | None = None  # bool: the tokens that mrl.algo.selection chose from the whole mini-batch
     teacher_log_probs: Tensor | None = None  # needed where distillation_coef is not 0, or both of these:
-    of_teacher_words: Tensor | None = None  # [batch, response_length, words]: the teacher's log-probs of its top words
-    of_words: Tensor | None = None  # the current policy's log-probs of the same words; carries the gradient
+    teacher_top_log_probs: Tensor | None = (
+        None  # [batch, response_length, k]: the teacher's log-probs of its top tokens
+    )
+    top_log_probs: Tensor | None = None  # the current policy's log-probs of the same tokens; carries the gradient
 
 
 @dataclass(frozen=True)
@@ -318,12 +320,12 @@ def _distilled(parameters: PolicyLossParameters, inputs: LossInputs) -> dict[str
     log-probs.
     """
     mode = parameters.distillation_mode
-    if mode == FORWARD_OVER_WORDS and inputs.of_words is not None:
+    if mode == FORWARD_OVER_TOP_K and inputs.top_log_probs is not None:
         least = parameters.distillation_log_prob_clamp
-        values = forward_kl_over_words(inputs.of_words, inputs.of_teacher_words, least)
-    elif mode == REVERSE_OVER_WORDS and inputs.of_words is not None:
-        values = kl_over_words(inputs.of_words, inputs.of_teacher_words)
-    elif mode not in OVER_WORDS and inputs.teacher_log_probs is not None:
+        values = forward_kl_over_top_k(inputs.top_log_probs, inputs.teacher_top_log_probs, least)
+    elif mode == REVERSE_OVER_TOP_K and inputs.top_log_probs is not None:
+        values = kl_over_top_k(inputs.top_log_probs, inputs.teacher_top_log_probs)
+    elif mode not in OVER_TOP_K and inputs.teacher_log_probs is not None:
         values = kl_to_teacher(inputs.log_probs, inputs.teacher_log_probs, mode)
     else:
         return {}
@@ -346,8 +348,8 @@ def _without_padding(inputs: LossInputs) -> LossInputs:
     """
     given = {name: value for name, value in vars(inputs).items() if value is not None and name != "response_mask"}
     mask = inputs.response_mask
-    of_words = mask[..., None]
-    return replace(inputs, **{n: masked(v, mask if v.dim() == mask.dim() else of_words) for n, v in given.items()})
+    top_log_probs = mask[..., None]
+    return replace(inputs, **{n: masked(v, mask if v.dim() == mask.dim() else top_log_probs) for n, v in given.items()})
 
 
 def _numerator(parameters: PolicyLossParameters, inputs: LossInputs, values: Tensor) -> Tensor:
@@ -436,7 +438,7 @@ def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalt
 # ---------------------------------------------------------------- KL to a teacher, from sampled tokens
 
 
-_LEAST_REST = 1e-6  # probability of all other words; float32 cannot tell a smaller one from 0, and has no log of it
+_LEAST_REST = 1e-6  # probability of all other tokens; float32 cannot tell a smaller one from 0, and has no log of it
 
 
 def kl_to_teacher(log_probs: Tensor, teacher_log_probs: Tensor, loss_mode: str) -> Tensor:
@@ -448,21 +450,21 @@ def kl_to_teacher(log_probs: Tensor, teacher_log_probs: Tensor, loss_mode: str) 
     return kl_per_token(log_probs, teacher_log_probs, loss_mode)
 
 
-def kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-    """Returns KL(student || teacher) [...] over the given words, with all other words taken as one.
+def kl_over_top_k(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """Returns KL(student || teacher) [...] over the given tokens, with all other tokens taken as one.
 
-    Both log-probs are [..., words]. The result is never negative, and 0 where both agree. It is at most the KL over the
-    whole vocabulary, and equals it where the words are the whole vocabulary.
+    Both log-probs are [..., k]. The result is never negative, and 0 where both agree. It is at most the KL over the
+    whole vocabulary, and equals it where the tokens are the whole vocabulary.
     """
     among = (log_probs.exp() * (log_probs - teacher_log_probs)).sum(-1)
     rest = _rest(log_probs)
     return among + rest * (rest.log() - _rest(teacher_log_probs).log())
 
 
-def forward_kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor, least: float | None = None) -> Tensor:
-    """Returns the sum of q log(q / p) [...] over the given words alone, q of the teacher and p of the student.
+def forward_kl_over_top_k(log_probs: Tensor, teacher_log_probs: Tensor, least: float | None = None) -> Tensor:
+    """Returns the sum of q log(q / p) [...] over the given tokens alone, q of the teacher and p of the student.
 
-    Both log-probs are [..., words]. Smaller ones than `least` count as it, and have no gradient. Over the whole
+    Both log-probs are [..., k]. Smaller ones than `least` count as it, and have no gradient. Over the whole
     vocabulary this is KL(teacher || student). Over a part of it the sum may be negative, and is then 0, as in verl's
     forward_kl_topk (compute_forward_kl_topk).
     """
@@ -473,7 +475,7 @@ def forward_kl_over_words(log_probs: Tensor, teacher_log_probs: Tensor, least: f
 
 
 def _rest(log_probs: Tensor) -> Tensor:
-    """Returns the probability of all other words, at least _LEAST_REST."""
+    """Returns the probability of all other tokens, at least _LEAST_REST."""
     return (1 - log_probs.exp().sum(-1)).clamp(min=_LEAST_REST)
 
 

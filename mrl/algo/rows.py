@@ -34,7 +34,7 @@ def on_tokens(per_row: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(per_row, lengths)
 
 
-def places(lengths: np.ndarray) -> np.ndarray:
+def positions(lengths: np.ndarray) -> np.ndarray:
     """Returns the position of each token in its row, counted from 0, int64 [tokens]."""
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.algo.plain import PolicyLossParameters
-from mrl.algo.rows import places, total
+from mrl.algo.rows import positions, total
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _lots(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     It is made of the token's log-probability and its position in the response. So it moves with its row.
     """
     bits = np.ascontiguousarray(log_probs, dtype=np.float64).view(np.uint64)
-    mixed = bits + (places(lengths) + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = bits + (positions(lengths) + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's mixing of one word
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))

@@ -273,10 +273,10 @@ KL_TYPES: dict[str, KlSpec] = _table(
     )
 )
 
-# KL to a teacher over its top words; other estimators need only the sampled token's log-prob
-REVERSE_OVER_WORDS = "reverse_kl_topk"  # of the student to the teacher, with all other words taken as one
-FORWARD_OVER_WORDS = "forward_kl_topk"  # of the teacher to the student, those words alone, as in verl
-OVER_WORDS = (REVERSE_OVER_WORDS, FORWARD_OVER_WORDS)
+# KL to a teacher over its top tokens; other estimators need only the sampled token's log-prob
+REVERSE_OVER_TOP_K = "reverse_kl_topk"  # of the student to the teacher, with all other tokens taken as one
+FORWARD_OVER_TOP_K = "forward_kl_topk"  # of the teacher to the student, those tokens alone, as in verl
+OVER_TOP_K = (REVERSE_OVER_TOP_K, FORWARD_OVER_TOP_K)
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("mask", "icepop", "clip", "truncate")

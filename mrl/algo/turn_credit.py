@@ -46,7 +46,7 @@ class TurnNumbers:
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @property
-    def places(self) -> np.ndarray:
+    def positions(self) -> np.ndarray:
         """The number of each turn in its response, counted from 0, int64 [turns]."""
         return np.arange(len(self.rewards)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
 
@@ -55,7 +55,7 @@ class TurnNumbers:
         """The last turn of each response, int64 [rows]."""
         return np.cumsum(self.counts) - 1
 
-    def taken(self, rows: np.ndarray) -> "TurnNumbers":
+    def keep(self, rows: np.ndarray) -> "TurnNumbers":
         """Keeps the given responses: bool [rows], or their numbers."""
         rows = np.arange(len(self.counts))[rows]
         turns = turns_of(self.counts, rows)
@@ -94,8 +94,8 @@ def turn_numbers(
             of_branches = np.repeat(np.arange(len(counts)), branch_counts) * apart + branch_starts
             branch = np.searchsorted(of_branches, rows * apart + starts, side="right")
         is_first = np.append(True, (rows[1:] != rows[:-1]) | (branch[1:] != branch[:-1]))[: len(rows)]
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        parents = np.where(is_first, -1, places - 1)
+        positions = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        parents = np.where(is_first, -1, positions - 1)
     return TurnNumbers(counts, starts, rewards.astype(np.float64), states, parents.astype(np.int64))
 
 
@@ -153,7 +153,7 @@ class TurnAdvantages:
     starts: np.ndarray
     values: np.ndarray  # float64 [turns]
 
-    def taken(self, rows: np.ndarray) -> "TurnAdvantages":
+    def keep(self, rows: np.ndarray) -> "TurnAdvantages":
         """Keeps the given responses, by their numbers."""
         turns = turns_of(self.counts, rows)
         return TurnAdvantages(self.counts[rows], self.starts[turns], self.values[turns])

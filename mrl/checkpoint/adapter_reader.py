@@ -39,9 +39,9 @@ class StoredAdapters:
     def factor(self, reader: BoxReader, name: str) -> np.ndarray:
         """Returns a factor's words, as integers of its dtype's width."""
         shape = adapter_shapes(self.model, self.lora)[name]
-        words = np.empty(shape, np.uint32 if self.dtype == "float32" else np.uint16)
-        reader.fill(WEIGHT, name, Box.whole(shape), words)
-        return words
+        bits = np.empty(shape, np.uint32 if self.dtype == "float32" else np.uint16)
+        reader.fill(WEIGHT, name, Box.whole(shape), bits)
+        return bits
 
 
 def stored_adapters(folder: Path, manifest: Manifest, files: TensorFiles, model: ModelSpec) -> StoredAdapters:
@@ -109,7 +109,7 @@ class MergedReader(BoxReader):
         for start, stop in spans:
             total, product = totals[: stop - start], products[: stop - start]
             add_factors(as_float32(out[start:stop]), first, second[start:stop], np.multiply, total, product)
-            out[start:stop] = _as_words(total, out.itemsize)
+            out[start:stop] = _as_bits(total, out.itemsize)
 
     def _read_cast(self, stored: StoredBox, box: Box, out: np.ndarray) -> None:
         """Writes words of the adapters' dtype, whichever of both the model is stored in."""
@@ -119,24 +119,24 @@ class MergedReader(BoxReader):
             return
         as_stored = np.empty(box.shape, f"u{width}")
         super().read(stored, box, as_stored)
-        out[...] = _as_words(as_float32(as_stored), out.itemsize)
+        out[...] = _as_bits(as_float32(as_stored), out.itemsize)
 
     def _of(self, name: str) -> list[np.ndarray]:
         if self._last[0] != name:
             names = [factor_name(name, factor) for factor in (FIRST, SECOND)]
-            words = (self._adapters.factor(self._factors, each) for each in names)
-            self._last = (name, [as_float32(each) for each in words])
+            bits = (self._adapters.factor(self._factors, each) for each in names)
+            self._last = (name, [as_float32(each) for each in bits])
         return self._last[1]
 
 
-def as_float32(words: np.ndarray) -> np.ndarray:
+def as_float32(bits: np.ndarray) -> np.ndarray:
     """Returns the numbers of float32's or bfloat16's words."""
-    if words.itemsize == 4:
-        return words.view(np.float32)
-    return (words.astype(np.uint32) << 16).view(np.float32)
+    if bits.itemsize == 4:
+        return bits.view(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _as_words(numbers: np.ndarray, width: int) -> np.ndarray:
+def _as_bits(numbers: np.ndarray, width: int) -> np.ndarray:
     """Words of float32 (`width` 4 bytes) or bfloat16 (2) for float32 numbers."""
     if width == 4:
         return numbers.view(np.uint32)

@@ -94,12 +94,12 @@ def disk_space_note(folder: Path, size: int, kept: int, replays: int = 0) -> lis
     free = free_bytes(folder)
     if free >= size * (wanted - present) + replays:
         return []
-    room = max(0, free - replays) // size
+    fitting = max(0, free - replays) // size
     beside = ""
     if replays:
         beside = f" beside up to {_size(replays)} of responses that a restart would use"
     return [
-        f"note: {_size(free)} are free, room for {room} more checkpoints of {_size(size)}{beside}; "
+        f"note: {_size(free)} are free, room for {fitting} more checkpoints of {_size(size)}{beside}; "
         f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more exists while it is written. A save without "
         "enough space is skipped"
     ]

@@ -26,7 +26,7 @@ from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, tensor_specs
 from mrl.model.draft_names import copied_tensor, is_drafting
-from mrl.model.fp8 import bfloat16_words
+from mrl.model.fp8 import bfloat16_bits
 from mrl.model.hf_files import (
     FP8,
     TensorBytes,
@@ -42,17 +42,17 @@ from mrl.plain_files import open_regular
 FILE = "model-drafts.safetensors"
 _COPIES = "copies"  # metadata of the file: names of tensors that are copies of the model's, as JSON
 
-Place = tuple[Path, TensorBytes]
+FileTensor = tuple[Path, TensorBytes]
 
 
 @dataclass(frozen=True)
 class DraftLayers:
     """The predicting layers in a folder."""
 
-    own: dict[str, Place] = field(default_factory=dict)  # wider elements first, so that each tensor is aligned
+    own: dict[str, FileTensor] = field(default_factory=dict)  # wider elements first, so that each tensor is aligned
     copies: tuple[str, ...] = ()  # names of copies of the model's embedding and output layer
     differing: tuple[str, ...] = ()  # of `own`: named like a copy, with other bytes than the model's tensor
-    scales: Mapping[str, Place] = field(default_factory=dict)  # of the FP8 matrices in `own`
+    scales: Mapping[str, FileTensor] = field(default_factory=dict)  # of the FP8 matrices in `own`
     fp8_block: tuple[int, int] | None = None
 
     def __bool__(self) -> bool:
@@ -93,7 +93,7 @@ class DraftLayers:
             for first in range(0, rows, step):
                 count = min(step, rows - first)
                 codes = np.frombuffer(_read(stream, count * columns), np.uint8).reshape(count, columns)
-                yield bfloat16_words(codes, scales, self.fp8_block, (first, 0)).tobytes()
+                yield bfloat16_bits(codes, scales, self.fp8_block, (first, 0)).tobytes()
 
 
 def draft_layers(folder: Path, model: ModelSpec) -> DraftLayers:
@@ -105,21 +105,23 @@ def draft_layers(folder: Path, model: ModelSpec) -> DraftLayers:
     if model.int4_group or not has_weights(folder):
         return DraftLayers()
     files = weight_files(folder)
-    places: dict[str, Place] = {}
-    originals: dict[str, Place] = {}
+    tensors: dict[str, FileTensor] = {}
+    originals: dict[str, FileTensor] = {}
     for file in files:
         for name, tensor in read_safetensors_header(file).items():
             if is_drafting(name, model):
-                places[name] = (file, tensor)
+                tensors[name] = (file, tensor)
             else:
                 originals[name] = (file, tensor)
-    named = [name for name in places if copied_tensor(name) in originals]
-    copies = tuple(sorted(name for name in named if same_bytes(places[name], originals[copied_tensor(name)])))
+    named = [name for name in tensors if copied_tensor(name) in originals]
+    copies = tuple(sorted(name for name in named if same_bytes(tensors[name], originals[copied_tensor(name)])))
     scales = {
-        name: places[scale_of(name)] for name, (_, t) in places.items() if t.dtype == FP8 and scale_of(name) in places
+        name: tensors[scale_of(name)]
+        for name, (_, t) in tensors.items()
+        if t.dtype == FP8 and scale_of(name) in tensors
     }
     left = {*copies, *map(scale_of, scales)}
-    own = {name: places[name] for name in sorted(places.keys() - left, key=lambda n: (-_width(places[n][1]), n))}
+    own = {name: tensors[name] for name in sorted(tensors.keys() - left, key=lambda n: (-_width(tensors[n][1]), n))}
     differing = tuple(sorted(set(named) - set(copies)))
     recorded = safetensors_metadata(folder / FILE).get(_COPIES) if (folder / FILE).is_file() else None
     if recorded is not None:

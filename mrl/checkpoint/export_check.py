@@ -173,7 +173,7 @@ def check_export(
     moved = _moved(check, specs)
     for adapters in sorted({*folder.glob(CONFIG), *folder.glob(f"*/{CONFIG}")}):
         check.notes.append(f"{adapters.parent.name}/ has adapters, which are not in these weights: merge or serve them")
-    size = sum(place.file.stat().st_size for place in {p.file: p for p in export.places.values()}.values())
+    size = sum(tensor.file.stat().st_size for tensor in {p.file: p for p in export.tensors.values()}.values())
     return ExportReport(
         export.model.family, len(tensor_specs(export.model)), size, tuple(check.faults), tuple(check.notes), moved
     )
@@ -185,11 +185,11 @@ def check_export(
 def _structure(check: _Check) -> list[TensorSpec]:
     """Finds what headers show. Returns the tensors whose values can be read."""
     model = check.export.model
-    places = check.export.places
+    tensors = check.export.tensors
     wanted = {spec.name: spec for spec in tensor_specs(model)}
     scales = {scale_of(name) for name in check.export.scales}
-    known = wanted.keys() & places.keys()
-    others = [name for name in places if name not in wanted and name not in scales and not is_spare(name, model)]
+    known = wanted.keys() & tensors.keys()
+    others = [name for name in tensors if name not in wanted and name not in scales and not is_spare(name, model)]
     if len(known) < _FEW * len(wanted):
         if wrapper := _wrapper(others, wanted.keys()):
             raise EnvironmentFault(
@@ -202,9 +202,9 @@ def _structure(check: _Check) -> list[TensorSpec]:
             f"{check.export.folder}: another model's export: it has {len(known)} of the {len(wanted)} tensors of the "
             f"{model.family} model that config.json describes; others in it: {like}"
         )
-    told = {fault.tensor for fault in check.faults}  # those that the index lists and no shard has
+    reported = {fault.tensor for fault in check.faults}  # those that the index lists and no shard has
     for name in wanted:
-        if name not in places and name not in told:
+        if name not in tensors and name not in reported:
             check.say(name, "is missing")
     for name in others:
         check.say(name, "is not part of the model")
@@ -227,13 +227,13 @@ def _wrapper(others: list[str], wanted: Iterable[str]) -> str:
 
 
 def _shape(check: _Check, spec: TensorSpec) -> bool:
-    shape = check.export.places[spec.name].shape
+    shape = check.export.tensors[spec.name].shape
     if shape == spec.shape:
         return True
     why = ""
-    words = check.export.model.vocab_size
-    if spec.name in (EMBEDDING, HEAD) and len(shape) == 2 and shape[0] > words and shape[1] == spec.shape[1]:
-        why = f": the padding of the vocabulary was kept, {shape[0] - words} rows beyond vocab_size"
+    vocab_size = check.export.model.vocab_size
+    if spec.name in (EMBEDDING, HEAD) and len(shape) == 2 and shape[0] > vocab_size and shape[1] == spec.shape[1]:
+        why = f": the padding of the vocabulary was kept, {shape[0] - vocab_size} rows beyond vocab_size"
     elif shape == spec.shape[::-1]:
         why = ": it is transposed"
     check.say(spec.name, f"has shape {list(shape)}, not {list(spec.shape)}{why}")
@@ -241,7 +241,7 @@ def _shape(check: _Check, spec: TensorSpec) -> bool:
 
 
 def _readable(check: _Check, name: str) -> bool:
-    dtype = check.export.places[name].dtype
+    dtype = check.export.tensors[name].dtype
     if dtype not in READABLE:
         check.say(name, f"is {dtype}, which holds no weights; read are {', '.join(READABLE)}")
         return False
@@ -257,11 +257,11 @@ def _dtypes(check: _Check, specs: list[TensorSpec]) -> None:
     precise = family_of(model).rounded
     usual = CODES.get(model.dtype, model.dtype)
     if not check.export.says_dtype and specs:
-        usual = Counter(check.export.places[spec.name].dtype for spec in specs).most_common(1)[0][0]
+        usual = Counter(check.export.tensors[spec.name].dtype for spec in specs).most_common(1)[0][0]
         check.notes.append(f"config.json has no dtype: {usual} of the files is taken as the export's")
     wrong: dict[str, list[str]] = {}
     for spec in specs:
-        stored = check.export.places[spec.name].dtype
+        stored = check.export.tensors[spec.name].dtype
         allowed = {_dtype_of(check, spec, usual)} | ({"F32"} if spec.name.endswith(precise) else set())
         if model.fp8_block is not None:
             allowed.add(FP8)
@@ -422,7 +422,7 @@ def _percent(share: float) -> str:
 
 
 def _measure(check: _Check, name: str) -> _Values:
-    found = _Values(shape=check.export.places[name].shape)
+    found = _Values(shape=check.export.tensors[name].shape)
     digest = blake2b(digest_size=16)
     others = iter(())
     if check.origin is not None:
@@ -501,14 +501,14 @@ def _repeated(check: _Check) -> None:
         if not is_of_origin:
             found.is_named = True
             check.say(name, f"has the same values as {other}")
-    has_both = HEAD in check.export.places and EMBEDDING in check.values
+    has_both = HEAD in check.export.tensors and EMBEDDING in check.values
     if model.tie_word_embeddings and has_both and not _same(check.export, EMBEDDING, HEAD):
         check.say(HEAD, f"differs from {EMBEDDING}, and config.json says tie_word_embeddings")
 
 
 def _same(files: ExportedFiles, one: str, other: str) -> bool:
-    places = (files.places[one], files.places[other])
-    if places[0].shape != places[1].shape or places[1].dtype not in READABLE:
+    both = (files.tensors[one], files.tensors[other])
+    if both[0].shape != both[1].shape or both[1].dtype not in READABLE:
         return False
     return all(np.array_equal(a, b) for a, b in zip(files.chunks(one), files.chunks(other), strict=True))
 
@@ -540,15 +540,15 @@ def _nearer_vector(check: _Check, name: str, found: _Values) -> str:
 
 def _alike(check: _Check, name: str) -> list[str]:
     """Returns the origin's other tensors of a tensor's shape: those of its layer, and its kind in other layers."""
-    places = check.origin.places
+    tensors = check.origin.tensors
     layer = _LAYER.search(name)
     kind = _NUMBER.sub("*", name)
     return [
         other
-        for other, place in places.items()
+        for other, tensor in tensors.items()
         if other != name
-        and place.shape == places[name].shape
-        and place.dtype in READABLE
+        and tensor.shape == tensors[name].shape
+        and tensor.dtype in READABLE
         and ((layer and layer[0] in other) or _NUMBER.sub("*", other) == kind)
     ]
 
@@ -566,7 +566,7 @@ def _sample(count: int) -> np.ndarray:
 
 
 def _held(check: _Check, name: str) -> str:
-    rows = _sample(check.export.places[name].rows)
+    rows = _sample(check.export.tensors[name].rows)
     ours = check.export.some(name, rows)
     alike = ((_distance(ours, check.origin.some(other, rows)), other) for other in _alike(check, name))
     distance, other = min(alike, default=(inf, ""))
@@ -574,10 +574,10 @@ def _held(check: _Check, name: str) -> str:
 
 
 def _transposed(check: _Check, name: str) -> str:
-    place = check.export.places[name]
-    if place.rows != place.columns:
+    tensor = check.export.tensors[name]
+    if tensor.rows != tensor.columns:
         return ""
-    rows = _sample(place.rows)
+    rows = _sample(tensor.rows)
     theirs = np.concatenate([chunk[:, rows] for chunk in check.origin.chunks(name)])
     is_it = _distance(check.export.some(name, rows), np.ascontiguousarray(theirs.T)) < _NEAR
     return "is transposed" if is_it else ""
@@ -587,8 +587,8 @@ def _rows(check: _Check, name: str, rows: np.ndarray | None = None) -> str:
     """Looks for rows among those of the layer's matrices with as many columns: joined projections, heads in another
     order.
     """
-    place = check.export.places[name]
-    rows = _sample(place.rows) if rows is None else rows
+    tensor = check.export.tensors[name]
+    rows = _sample(tensor.rows) if rows is None else rows
     ours = check.export.some(name, rows)
     layer = _LAYER.search(name)
     nearest = [(inf, "", -1)] * len(rows)
@@ -611,14 +611,14 @@ def _rows(check: _Check, name: str, rows: np.ndarray | None = None) -> str:
 def _same_layer(check: _Check, name: str, layer: str) -> list[str]:
     """Returns the origin's matrices of a layer with as many columns, one expert's only."""
     expert = re.search(r"\.experts\.\d+\.", name)
-    columns = check.origin.places[name].columns
+    columns = check.origin.tensors[name].columns
     return [
         other
-        for other, place in check.origin.places.items()
+        for other, tensor in check.origin.tensors.items()
         if layer in other
-        and len(place.shape) == len(check.origin.places[name].shape)
-        and place.columns == columns
-        and place.dtype in READABLE
+        and len(tensor.shape) == len(check.origin.tensors[name].shape)
+        and tensor.columns == columns
+        and tensor.dtype in READABLE
         and (".experts." not in other or (expert is not None and expert[0] in other))
     ]
 
@@ -632,7 +632,7 @@ def _distances(ours: Floats, theirs: Floats) -> Floats:
 
 def _columns(check: _Check, name: str, columns: np.ndarray | None = None) -> str:
     """Looks for columns in another order, as slices of tensor ranks that were joined wrongly."""
-    columns = _sample(check.export.places[name].columns) if columns is None else columns
+    columns = _sample(check.export.tensors[name].columns) if columns is None else columns
     products = theirs = ours = 0.0
     for one, other in zip(check.export.chunks(name), check.origin.chunks(name), strict=True):
         mine = one[:, columns]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec
-from mrl.model.fp8 import bfloat16_words
+from mrl.model.fp8 import bfloat16_bits
 from mrl.model.hf_files import (
     FP8,
     INDEX,
@@ -35,7 +35,7 @@ _DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
-class StoredPlace:
+class ExportedTensor:
     """Where a tensor's bytes lie."""
 
     file: Path
@@ -69,7 +69,7 @@ class ExportedFiles:
                 f"{folder}: a checkpoint of 4-bit {kind}, which is not compared: write it in bfloat16 first (mrl "
                 "convert hf-to-megatron, megatron-to-hf)"
             )
-        self.places: dict[str, StoredPlace] = {}
+        self.tensors: dict[str, ExportedTensor] = {}
         self.faults: list[tuple[str, str]] = []  # tensor, what is wrong with its place
         self._last_turned: tuple[str, Floats] = ("", np.empty((0, 0), np.float32))
         self._files: dict[str, str] = {}  # stored key -> name of its file
@@ -81,7 +81,7 @@ class ExportedFiles:
                 self._files[key] = file.name
                 item = (stored.stop - stored.start) // max(1, prod(stored.shape))
                 for inner in inner_tensors(self.model, key, stored.shape):
-                    self.places[inner.name] = _place(file, stored, inner, item)
+                    self.tensors[inner.name] = _located(file, stored, inner, item)
         self._compare_index()
 
     def _compare_index(self) -> None:
@@ -106,62 +106,62 @@ class ExportedFiles:
         return self.model.fp8_block is not None or any(part.get(key) for part in parts for key in _DTYPES)
 
     @cached_property
-    def scales(self) -> Mapping[str, StoredPlace]:
+    def scales(self) -> Mapping[str, ExportedTensor]:
         """The scales of FP8 matrices, by the matrix' name."""
         return {
-            name: self.places[scale_of(name)]
-            for name, place in self.places.items()
-            if place.dtype == FP8 and scale_of(name) in self.places
+            name: self.tensors[scale_of(name)]
+            for name, tensor in self.tensors.items()
+            if tensor.dtype == FP8 and scale_of(name) in self.tensors
         }
 
     def chunks(self, name: str, rows: int | None = None) -> Iterator[Floats]:
         """Yields a tensor's rows as float32 [rows, columns]. `rows`: of each chunk; None: about CHUNK elements."""
-        place = self.places[name]
-        step = rows or max(1, CHUNK // max(1, place.columns))
-        with os.fdopen(open_regular(place.file), "rb", buffering=0) as stream:
-            for first in range(0, place.rows, step):
-                yield self._rows(stream.fileno(), name, first, min(step, place.rows - first))
+        tensor = self.tensors[name]
+        step = rows or max(1, CHUNK // max(1, tensor.columns))
+        with os.fdopen(open_regular(tensor.file), "rb", buffering=0) as stream:
+            for first in range(0, tensor.rows, step):
+                yield self._rows(stream.fileno(), name, first, min(step, tensor.rows - first))
 
     def some(self, name: str, rows: NDArray[np.int64]) -> Floats:
         """Returns the given rows."""
-        with os.fdopen(open_regular(self.places[name].file), "rb", buffering=0) as stream:
+        with os.fdopen(open_regular(self.tensors[name].file), "rb", buffering=0) as stream:
             return np.concatenate([self._rows(stream.fileno(), name, int(row), 1) for row in rows])
 
     def _rows(self, file: int, name: str, first: int, count: int) -> Floats:
-        place = self.places[name]
-        if place.turned is not None:
+        tensor = self.tensors[name]
+        if tensor.turned is not None:
             return self._turned(file, name)[first : first + count]
-        if place.dtype == FP8:
-            codes = _read(file, place, first, count, np.dtype(np.uint8))
-            words = bfloat16_words(codes, self._scale(name), self.model.fp8_block, (first, 0))
+        if tensor.dtype == FP8:
+            codes = _read(file, tensor, first, count, np.dtype(np.uint8))
+            bits = bfloat16_bits(codes, self._scale(name), self.model.fp8_block, (first, 0))
         else:
-            words = _read(file, place, first, count, _READ[place.dtype])
-        return _as_float32(words)
+            bits = _read(file, tensor, first, count, _READ[tensor.dtype])
+        return _as_float32(bits)
 
     def _turned(self, file: int, name: str) -> Floats:
         """Returns a matrix whose rows are columns in the files. It is kept until another one is read."""
         if self._last_turned[0] != name:
-            place = self.places[name]
-            columns, column = place.turned
-            whole = replace(place, shape=(place.columns, columns))
-            words = _read(file, whole, 0, whole.rows, _READ[place.dtype])[:, column : column + place.rows]
-            self._last_turned = (name, np.ascontiguousarray(_as_float32(words).T))
+            tensor = self.tensors[name]
+            columns, column = tensor.turned
+            whole = replace(tensor, shape=(tensor.columns, columns))
+            bits = _read(file, whole, 0, whole.rows, _READ[tensor.dtype])[:, column : column + tensor.rows]
+            self._last_turned = (name, np.ascontiguousarray(_as_float32(bits).T))
         return self._last_turned[1]
 
     def _scale(self, name: str) -> Floats:
-        place = self.scales[name]
-        with os.fdopen(open_regular(place.file), "rb", buffering=0) as stream:
-            return _read(stream.fileno(), place, 0, place.rows, _READ[place.dtype]).astype(np.float32)
+        tensor = self.scales[name]
+        with os.fdopen(open_regular(tensor.file), "rb", buffering=0) as stream:
+            return _read(stream.fileno(), tensor, 0, tensor.rows, _READ[tensor.dtype]).astype(np.float32)
 
 
-def _place(file: Path, stored: TensorBytes, inner: Inner, item: int) -> StoredPlace:
+def _located(file: Path, stored: TensorBytes, inner: Inner, item: int) -> ExportedTensor:
     """Returns where a tensor of the model lies. `item`: bytes of an element."""
     if inner.is_turned:
-        expert, column = inner.place(stored.shape[-1])
+        expert, column = inner.expert_and_column(stored.shape[-1])
         start = stored.start + expert * prod(stored.shape[1:]) * item
-        return StoredPlace(file, stored.dtype, inner.shape, start, (stored.shape[-1], column))
+        return ExportedTensor(file, stored.dtype, inner.shape, start, (stored.shape[-1], column))
     start = stored.start + inner.first * prod(stored.shape[-1:]) * item
-    return StoredPlace(file, stored.dtype, inner.shape, start)
+    return ExportedTensor(file, stored.dtype, inner.shape, start)
 
 
 def _model(folder: Path) -> ModelSpec:
@@ -171,20 +171,20 @@ def _model(folder: Path) -> ModelSpec:
         raise type(error)(str(error).removeprefix("model.path ")) from None
 
 
-def _as_float32(words: np.ndarray) -> Floats:
-    if words.dtype == np.uint16:  # bfloat16
-        return (words.astype(np.uint32) << 16).view(np.float32)
-    return words.astype(np.float32)
+def _as_float32(bits: np.ndarray) -> Floats:
+    if bits.dtype == np.uint16:  # bfloat16
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.astype(np.float32)
 
 
-def _read(file: int, place: StoredPlace, first: int, count: int, dtype: np.dtype) -> np.ndarray:
-    out = np.empty((count, place.columns), dtype)
+def _read(file: int, tensor: ExportedTensor, first: int, count: int, dtype: np.dtype) -> np.ndarray:
+    out = np.empty((count, tensor.columns), dtype)
     view = memoryview(out.reshape(-1)).cast("B")
-    at = place.start + first * place.columns * dtype.itemsize
+    at = tensor.start + first * tensor.columns * dtype.itemsize
     while view:
         read = os.preadv(file, [view], at)
         if read == 0:
-            raise EnvironmentFault(f"{place.file} ended early: it is being changed, or was cut short")
+            raise EnvironmentFault(f"{tensor.file} ended early: it is being changed, or was cut short")
         view = view[read:]
         at += read
     return out

@@ -245,7 +245,7 @@ def stored_tensor(model: ModelSpec, key: str, shape: tuple[int, ...], file: str 
 def _turned_box(inner: Inner, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Returns the rows and columns of a turned tensor, of a stored one whose experts lie one under the other."""
     _, height, width = shape
-    expert, column = inner.place(width)
+    expert, column = inner.expert_and_column(width)
     return (expert * height, expert * height + height), (column, column + inner.rows)
 
 

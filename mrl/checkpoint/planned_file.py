@@ -158,15 +158,15 @@ def tensor_blocks(
 
     Blocks are in `buffer` (bytes) if they fit. Elements outside all pieces are vocabulary padding and are zero.
     """
-    words, (rows, *tail) = np.dtype(f"<u{ITEM_BYTES[code]}"), entry.shape
-    step = max(1, BLOCK_BYTES // (prod(tail) * words.itemsize))
+    dtype, (rows, *tail) = np.dtype(f"<u{ITEM_BYTES[code]}"), entry.shape
+    step = max(1, BLOCK_BYTES // (prod(tail) * dtype.itemsize))
     turned = [piece.local_box.shape[0] for piece in entry.pieces if piece.is_turned]
     step = max([step, *turned[:1]])  # a part of its rows would need all rows of the matrix
     padded = sum(piece.local_box.volume for piece in entry.pieces) != prod(entry.shape)
     shape = (min(step, rows), *tail)
-    size = prod(shape) * words.itemsize
+    size = prod(shape) * dtype.itemsize
     fits = buffer is not None and size <= len(buffer)
-    whole = buffer[:size].view(words).reshape(shape) if fits else np.empty(shape, words)
+    whole = buffer[:size].view(dtype).reshape(shape) if fits else np.empty(shape, dtype)
     for first in range(0, rows, step):
         block = whole[: min(step, rows - first)]
         if padded:

@@ -93,11 +93,11 @@ class DirectFile:
         """Appends `data`, which may be overwritten afterwards."""
         view = memoryview(data)
         while view:
-            taken = min(len(view), BUFFER_BYTES - self._filled)
-            self._buffers[0][self._filled : self._filled + taken] = view[:taken]
-            self._filled += taken
-            self.size += taken
-            view = view[taken:]
+            count = min(len(view), BUFFER_BYTES - self._filled)
+            self._buffers[0][self._filled : self._filled + count] = view[:count]
+            self._filled += count
+            self.size += count
+            view = view[count:]
             if self._filled == BUFFER_BYTES:
                 self._send_buffer()
 

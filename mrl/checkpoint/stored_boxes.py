@@ -27,7 +27,7 @@ from mrl.checkpoint.manifest import RankFiles, StoredTensor
 from mrl.checkpoint.tensor_names import may_hold
 from mrl.errors import EnvironmentFault
 from mrl.model.boxes import Box, first_overlap
-from mrl.model.fp8 import bfloat16_words, nearest_bfloat16
+from mrl.model.fp8 import bfloat16_bits, nearest_bfloat16
 from mrl.model.hf_files import TensorBytes, int4_scale_of, scale_of
 from mrl.model.int4 import PACKED, bfloat16_as_float32, bfloat16_rows
 from mrl.model.megatron_shards import Piece
@@ -413,7 +413,7 @@ class Fp8Reader(RoundingReader):
             rows = Box(((start, min(start + step, last)), columns))
             codes = np.empty(rows.shape, np.uint8)
             super().read(stored, rows, codes)
-            out[start - first :][: len(codes)] = bfloat16_words(codes, scales, self._block, rows.origin)
+            out[start - first :][: len(codes)] = bfloat16_bits(codes, scales, self._block, rows.origin)
         return None
 
     def _scales(self, name: str) -> np.ndarray:
@@ -455,8 +455,8 @@ class Int4Reader(BoxReader):
         if self._last[0] != key:
             file = self._files_of_scales[key]
             name = int4_scale_of(key.removesuffix(PACKED))
-            words = self.tensor_bytes(file, name).view("<u2")
-            self._last = (key, bfloat16_as_float32(words).reshape(self._location(file, name).shape))
+            bits = self.tensor_bytes(file, name).view("<u2")
+            self._last = (key, bfloat16_as_float32(bits).reshape(self._location(file, name).shape))
         return self._last[1]
 
 

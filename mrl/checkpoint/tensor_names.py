@@ -31,6 +31,6 @@ def may_hold(short: TensorNames, name: str) -> bool:
 
 
 def _split(name: str) -> tuple[str, list[int]]:
-    words = name.split(".")
-    pattern = ".".join("*" if word.isdecimal() else word for word in words)
-    return pattern, [int(word) for word in words if word.isdecimal()]
+    parts = name.split(".")
+    pattern = ".".join("*" if part.isdecimal() else part for part in parts)
+    return pattern, [int(part) for part in parts if part.isdecimal()]

@@ -1,5 +1,5 @@
 """The commands of `mrl`, one file each. `add` registers a command's arguments and the function that runs it.
 
-This is the highest floor: it may import every room, and no room imports it. Rooms below do the work. Here stand
+This is the highest layer: it may import every package, and none imports it. Packages below do the work. Here are
 arguments, output and exit codes.
 """

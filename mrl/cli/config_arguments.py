@@ -7,9 +7,9 @@ from mrl.errors import LONGEST, ConfigError
 _TOLD = "a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
 
 
-def add_config(parser: argparse.ArgumentParser, optional: bool = False, told: str = _TOLD) -> None:
-    """Adds CONFIG, --recipe and --set. With `optional` CONFIG may be left out. `told`: help on it."""
-    parser.add_argument("config", nargs="?" if optional else None, help=told)
+def add_config(parser: argparse.ArgumentParser, optional: bool = False, help_text: str = _TOLD) -> None:
+    """Adds CONFIG, --recipe and --set. With `optional` CONFIG may be left out. `help_text`: help on it."""
+    parser.add_argument("config", nargs="?" if optional else None, help=help_text)
     parser.add_argument("--recipe", help="algorithm settings that come with mrl, by name: gspo, grpo, ...")
     parser.add_argument(
         "--set",
@@ -58,10 +58,10 @@ def resolved_config(options: argparse.Namespace, check_paths: bool = False):
     except SchemaRefusal as refusal:
         from mrl.config.rules import with_rules
 
-        raise _in_our_words(with_rules(refusal, check_paths), options.overrides) from None
+        raise _with_mrl_keys(with_rules(refusal, check_paths), options.overrides) from None
 
 
-def _in_our_words(refusal, overrides: list[str]):
+def _with_mrl_keys(refusal, overrides: list[str]):
     """Replaces violations for verl's keys, and keys with hydra's signs, by what the key is here. Each is judged
     separately.
     """
@@ -69,27 +69,27 @@ def _in_our_words(refusal, overrides: list[str]):
     from mrl.errors import Violation
 
     unknown = {v.field: v for v in refusal.violations if v.rule.startswith("unknown key") and v.where == COMMAND_LINE}
-    told: list[Violation] = []
+    help_text: list[Violation] = []
     answered = set()
     for text in overrides:
         key, _, value = (part.strip() for part in text.partition("="))
         field = next((field for field in unknown if f"{key}.".startswith(f"{field}.")), None)
         if field is not None and (words := _answer(key, value)) is not None:
-            told.append(Violation(key, f"unknown key; {words}", where=COMMAND_LINE))
+            help_text.append(Violation(key, f"unknown key; {words}", where=COMMAND_LINE))
             answered.add(field)
     rest = [v for v in refusal.violations if v.field not in answered or v not in unknown.values()]
-    return SchemaRefusal([*told, *rest], refusal.rest)
+    return SchemaRefusal([*help_text, *rest], refusal.rest)
 
 
 def _answer(key: str, value: str) -> str | None:
     """Says what an unknown `key` is here. None where it is neither verl's key nor one of mrl's behind hydra's sign."""
     from mrl.config.schema import schema_keys
-    from mrl.tools.import_verl.one_key import in_our_words
+    from mrl.tools.import_verl.one_key import as_mrl_key
 
     bare = key.lstrip("+")
     if bare in schema_keys():
         return f"write the key without hydra's {key.removesuffix(bare)}: --set {bare}={value}"
-    return in_our_words(bare, value)
+    return as_mrl_key(bare, value)
 
 
 def refuse_leftovers(options: argparse.Namespace, words: list[str]) -> None:
@@ -103,7 +103,7 @@ def refuse_leftovers(options: argparse.Namespace, words: list[str]) -> None:
 def _behind_set(word: str) -> str:
     """Rewrites a setting in hydra's form as one for --set."""
     from mrl.config.schema import schema_keys
-    from mrl.tools.import_verl.one_key import in_our_words
+    from mrl.tools.import_verl.one_key import as_mrl_key
 
     key, _, value = word.lstrip("+").partition("=")
     if key.startswith("~"):
@@ -111,5 +111,5 @@ def _behind_set(word: str) -> str:
         return f"{key}: a key that is left out has its default; or --set {key}=null, where it may be null"
     said = None
     if key not in schema_keys():
-        said = in_our_words(key, value)
+        said = as_mrl_key(key, value)
     return said or f"--set {key}={value}"

@@ -18,7 +18,9 @@ def add(commands) -> None:
     doctor = commands.add_parser(
         "doctor", help="check this host for a run: versions, devices, limits, Ray, engine; takes seconds"
     )
-    add_config(doctor, optional=True, told="a configuration whose MCP servers and agent are tried too; default: none")
+    add_config(
+        doctor, optional=True, help_text="a configuration whose MCP servers and agent are tried too; default: none"
+    )
     doctor.add_argument("--device", choices=PLATFORMS, help="check for runs on this device; default: what the host has")
     doctor.add_argument(
         "--port", type=_port, action="append", metavar="PORT", help="a port to check; repeatable; default: 6379, 8265"

@@ -338,13 +338,14 @@ def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> 
     for kind in ("unsupported", "unknown", "chosen", "not_applicable"):
         for entry in out.of(kind):
             print(f"  {kind.replace('_', ' ')}: {shortened(str(entry))}", file=stream)
-    told = ["model.path"] if any(entry.key == M + "path" for entry in out.of("unsupported")) else []  # once is enough
-    broken = [violation for violation in violations if violation.field not in told]
+    # once is enough
+    missing = ["model.path"] if any(entry.key == M + "path" for entry in out.of("unsupported")) else []
+    broken = [violation for violation in violations if violation.field not in missing]
     warned = (f"warning: {shortened(warning)}" for warning in out.warnings)
     for line in [*warned, *(f"violation: {v}" for v in broken), *remarks]:
         print(f"  {line}", file=stream)
     why = [
-        *told,
+        *missing,
         *([counted(len(out.faults), "place") + " that cannot be read"] if out.faults else []),
         *([counted(len(broken), "violation")] if broken else []),
     ]

@@ -239,7 +239,7 @@ def _lines(first, name: str) -> Iterator[str]:
     yield from textwrap.wrap(why, 118, initial_indent="# ", subsequent_indent="# ")
     yield f"recipe: {first.recipe}"
     open_sections: list[str] = []
-    for key, value in sorted(first.values.items(), key=lambda item: _place(item[0], list(first.values))):
+    for key, value in sorted(first.values.items(), key=lambda item: _position(item[0], list(first.values))):
         *sections, last = key.split(".")
         same = _common(sections, open_sections)
         for depth in range(same, len(sections)):
@@ -254,7 +254,7 @@ def _common(one: list[str], other: list[str]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def _place(key: str, keys: list[str]) -> tuple[int, ...]:
+def _position(key: str, keys: list[str]) -> tuple[int, ...]:
     """Returns the sort key of a key: a section stands where its first key stands."""
     parts = key.split(".")
     return tuple(_first_below(".".join(parts[: n + 1]), keys) for n in range(len(parts)))
@@ -262,7 +262,7 @@ def _place(key: str, keys: list[str]) -> tuple[int, ...]:
 
 def _first_below(prefix: str, keys: list[str]) -> int:
     """Returns the position of the first key that is `prefix` or lies in its section."""
-    return next(place for place, key in enumerate(keys) if key == prefix or key.startswith(f"{prefix}."))
+    return next(position for position, key in enumerate(keys) if key == prefix or key.startswith(f"{prefix}."))
 
 
 def _planned(text: str, look: bool) -> dict[str, Any]:

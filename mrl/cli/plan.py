@@ -108,7 +108,7 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
 
     resolved = _resolved(options)
     config = resolved.config
-    model, stand_in = _model(config.model.path)
+    model, substitute = _model(config.model.path)
     check(resolved, model)
     plan = plan_of(config, model, device_for(config, options.device))
     if options.run_dir is not None:
@@ -118,7 +118,7 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
             write_text(file, plan_text(plan))
         except OSError as error:
             raise ConfigError(f"--run-dir {options.run_dir}: cannot be written: {error.strerror}") from None
-    notes = _notes(config, options.device, plan["device"]["name"], stand_in)
+    notes = _notes(config, options.device, plan["device"]["name"], substitute)
     return plan | {"fit": fit_of(plan["memory"]), "notes": notes}
 
 
@@ -133,7 +133,7 @@ def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
     resolved = _resolved(options)
     config = resolved.config
     device = device_for(config, options.device)
-    model, stand_in = _model(config.model.path)
+    model, substitute = _model(config.model.path)
     check(resolved, model)
     runs = read_runs(options.calibrate, device)
     found, named = calibration_of(runs)
@@ -156,7 +156,7 @@ def _calibrate(options: argparse.Namespace) -> dict[str, Any]:
         "lengths": vars(found.lengths) | {"mean": found.lengths.mean_response(found.lengths.limit)},
         "left": dict(found.left),
         "phase_seconds": seconds,
-        "notes": [stand_in] if stand_in else [],
+        "notes": [substitute] if substitute else [],
     }
 
 
@@ -177,7 +177,7 @@ def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, 
 
     resolved = _resolved(options)
     config = resolved.config
-    model, stand_in = _model(config.model.path)
+    model, substitute = _model(config.model.path)
     check(resolved, model)
     plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout.model_dump(), model))
     for name, number, count in (("RANK", rank, plan.train.world_size), ("WORKER", worker, plan.rollout.world_size)):
@@ -191,7 +191,7 @@ def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, 
                 for copy in message.copies
             ]
             messages.append({"round": message.round, "bytes": message.nbytes, "boxes": boxes})
-    notes = [stand_in] if stand_in else []
+    notes = [substitute] if substitute else []
     return {"rank": rank, "worker": worker, "messages": messages, "notes": notes, "hash": plan.hash}
 
 
@@ -222,11 +222,11 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
             "--search counts no critic, and algorithm.adv_estimator is gae: search without it (--set "
             "algorithm.adv_estimator=grpo), and see with mrl plan what the critic adds"
         )
-    model, stand_in = _model(config.model.path)
+    model, substitute = _model(config.model.path)
     megatron = config.cluster.versions.get("megatron-core", options.megatron or MEGATRON)
     problem = search_problem(config, model, device, devices, per_node, megatron)
     planned = options.config is not None and devices == config.actor.layout.world_size
-    notes = _notes(config, options.device, device.name, stand_in) + ([] if planned else [_ACTOR_ALONE])
+    notes = _notes(config, options.device, device.name, substitute) + ([] if planned else [_ACTOR_ALONE])
     result = search(problem, SlowWork("searching: {:,} layouts so far, {:,} fit"))
     run = None
     if planned:
@@ -250,11 +250,11 @@ def _resolved(options: argparse.Namespace):
     return resolved_config(options)
 
 
-def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
+def _notes(config, named: str | None, device: str, substitute: str) -> list[str]:
     assumed = ""
     if not (named or config.cluster.accelerator):
         assumed = f"planned for {device}; --device or cluster.accelerator names another"
-    return [note for note in (assumed, stand_in) if note]
+    return [note for note in (assumed, substitute) if note]
 
 
 # ---------------------------------------------------------------- as text
@@ -293,13 +293,13 @@ def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
     for name in ("critic", "teacher"):
         if name in layout:
             yield f"  its {name} on these ranks: {_degrees(layout[name])}"
-    yield f"  {_places(layout['ranks'])}"
+    yield f"  {_by_node(layout['ranks'])}"
     sizes = (
         ", ".join(f"{name} {engines[name]}" for name in ("tensor", "data", "expert") if engines[name] > 1)
         or "one worker"
     )
     yield f"engines: {engines['number']} ({sizes}), {layout['placement']}"
-    yield f"  {_places(layout['workers'])}"
+    yield f"  {_by_node(layout['workers'])}"
 
 
 def _degrees(sizes: dict[str, Any]) -> str:
@@ -307,7 +307,7 @@ def _degrees(sizes: dict[str, Any]) -> str:
     return ", ".join(cut) or "not sharded"
 
 
-def _places(rows: Sequence[dict[str, Any]]) -> str:
+def _by_node(rows: Sequence[dict[str, Any]]) -> str:
     """Formats ranks or workers by node: `node 0: 0-7, node 1: 8-15`."""
     nodes: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
@@ -354,12 +354,12 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
         if not host["fits"]:
             verdict = f"DOES NOT FIT: {host['change']}"
         terms = _terms(host["terms"])
-        held_out = ""
+        validation = ""
         if host["held_out_prompts"]:
-            held_out = f", the answers to {host['held_out_prompts']} validation prompts included"
+            validation = f", the answers to {host['held_out_prompts']} validation prompts included"
         yield (
             f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist "
-            f"at once, at their limits{held_out}; a start reads what an earlier one "
+            f"at once, at their limits{validation}; a start reads what an earlier one "
             "left of a step on the driver's node alone"
         )
         yield (
@@ -378,7 +378,7 @@ def _would_fit_with(settings: Sequence[str]) -> str:
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
-    from mrl.plan.run_plan import drafts_in_words, slow_generation, step_seconds
+    from mrl.plan.run_plan import drafts_text, slow_generation, step_seconds
 
     times = plan["times"]
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
@@ -388,7 +388,7 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
         f"{times['flops']['update']:.3g} FLOP, bubble {times['pipeline_bubble']:.1%}; a resume verifies its checkpoint "
         f"in {times['resume_seconds']:.3g} s"
     )
-    if drafts := drafts_in_words(plan):
+    if drafts := drafts_text(plan):
         yield drafts
     if vision := plan.get("vision"):
         yield (
@@ -466,11 +466,11 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         lacks = f"; {near} lack less than the plan may be wrong by" if near else ""
         yield f"{'MAY NOT FIT' if near else 'NOTHING FITS'}: {counts}{alone}{lacks}"
         yield from _way_out_lines(result)
-    for place, row in enumerate(result["layouts"], 1):
+    for position, row in enumerate(result["layouts"], 1):
         degrees = (
             ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
         )
-        yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
+        yield f"{position:3}. {row['seconds']:8.2f} s  {degrees}"
         yield f"       {row['why']}"
         if row["deepep_seconds"] is not None:
             yield f"       {_with_deepep()}: {row['deepep_seconds']:.2f} s"

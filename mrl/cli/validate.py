@@ -120,13 +120,13 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
     from mrl.model import planning_model_spec
     from mrl.plan.plan_rules import accelerator_violations, share_violations
 
-    model, stand_in = planning_model_spec(resolved.config.model.path)
+    model, substitute = planning_model_spec(resolved.config.model.path)
     broken = [*violations(resolved, model, check_paths), *accelerator_violations(resolved)]
     broken = broken or share_violations(resolved, model)
     batch = []
     if not broken:
         batch = [f"batch: {describe_batch(resolved.config)}"]
-    return broken, [*batch, *([stand_in] if stand_in else []), *notes(resolved, model)]
+    return broken, [*batch, *([substitute] if substitute else []), *notes(resolved, model)]
 
 
 def _print_verdict(rows: list[dict[str, Any]], remarks: list[str]) -> None:

@@ -60,7 +60,7 @@ def _sync_verdict(options: argparse.Namespace) -> dict[str, Any]:
     begun = perf_counter()
     resolved = resolved_config(options)
     config = resolved.config
-    model, stand_in = planning_model_spec(config.model.path)
+    model, substitute = planning_model_spec(config.model.path)
     check(resolved, model)
     plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout.model_dump(), model))
     planned = perf_counter() - begun
@@ -69,7 +69,7 @@ def _sync_verdict(options: argparse.Namespace) -> dict[str, Any]:
         "ok": verdict.fault is None,
         "fault": verdict.fault,
         "model": config.model.path,
-        "note": stand_in,
+        "note": substitute,
         "ranks": plan.train.world_size,
         "workers": plan.rollout.world_size,
         "hash": plan.hash,

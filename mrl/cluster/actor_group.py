@@ -110,7 +110,7 @@ class ActorGroup:
             environment = {"env_vars": seat.environment | hosting.actor_environment()}
             log = str(self._run_dir / "logs" / log_file(f"rank {rank}"))
             made = kind.options(runtime_env=environment, **seat.options)
-            self.workers.append(made.remote(config, rank, log, seat.places))
+            self.workers.append(made.remote(config, rank, log, seat.devices))
         check_same(gather(self.refs("software"), limit, "starting the actor", self.poll))
         identities = gather(self.refs("host_identity"), limit, "starting the actor", self.poll)
         if faults := host_identity_faults(identities.values()):
@@ -199,8 +199,8 @@ class ActorGroup:
             except LostPeer as error:
                 raise with_cause(error, self.refs) from error
         for phase in PHASES:
-            if taken := [scored.seconds[phase] for scored in answers.values() if phase in scored.seconds]:
-                self._deadlines.ended(phase, max(taken))
+            if seconds := [scored.seconds[phase] for scored in answers.values() if phase in scored.seconds]:
+                self._deadlines.ended(phase, max(seconds))
         return list(answers.values())
 
     def _poll_scoring(self) -> None:

@@ -52,7 +52,7 @@ class EngineProcesses(Protocol):
     def start_again(self, engine: int) -> dict[str, ray.ObjectRef]:
         """Makes new processes. Returns references, by name, to answers that come once they serve."""
 
-    def note_place(self, engine: int) -> None:
+    def note_devices(self, engine: int) -> None:
         """Records an engine's node and devices, because new processes may be elsewhere.
 
         Raises EnvironmentFault if that node has other software.
@@ -79,7 +79,7 @@ class EngineFleet:
         self._away: dict[str, float] = {}  # engines that do not serve, and the time from which this is not counted yet
         self._seconds = 0.0
         self._counts: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
 
     def restart(self, limit: int, least: int, note: Note = _nowhere) -> None:
         """Allows restarts of lost engines, as Fleet counts them. A `limit` of 0 allows none.
@@ -96,7 +96,7 @@ class EngineFleet:
             if engine in self._engines:
                 self.states.spent_at(engine, version)
 
-    def stand_for(self, before: "EngineFleet") -> None:
+    def continue_from(self, before: "EngineFleet") -> None:
         """Takes over the counts of `before`, whose engines these replace.
 
         Engines that were retired there stay retired.
@@ -105,7 +105,7 @@ class EngineFleet:
         self._away = dict(before._away)
         self._seconds = before._seconds
         self._counts = before._counts
-        self._told = before._told
+        self._reported = before._reported
 
     def charge(self, error: BaseException) -> None:
         """Starts the engines that the error names together with everything else, which counts as a restart of each.
@@ -265,7 +265,7 @@ class EngineFleet:
                 if ref in there:
                     unwrap(ref, name, PHASE)
             if len(there) == len(refs):
-                self._processes.note_place(self._engines.index(engine))
+                self._processes.note_devices(self._engines.index(engine))
                 del self._starts[engine]
                 self.states.started(engine, self.states.epoch(engine))
                 print(f"{engine} has started again", flush=True)
@@ -315,8 +315,8 @@ class EngineFleet:
             seconds = self._seconds + sum(now - since for since in self._away.values())
             self._away = dict.fromkeys(self._away, now)
             self._seconds = 0.0
-            counts = self._counts + self.states.counts - self._told
-            self._told = Counter(self.states.counts)
+            counts = self._counts + self.states.counts - self._reported
+            self._reported = Counter(self.states.counts)
             self._counts = Counter()
             return {
                 "fleet/lost": float(counts["lost"]),

@@ -83,7 +83,7 @@ class MemoryGate:
         self._plan = plan
         self._actor = actor
         self._engines = engines
-        self._rank_places: dict[str, list] | None = None  # (node, device) of each rank, by name
+        self._rank_devices: dict[str, list] | None = None  # (node, device) of each rank, by name
 
     def __call__(self, phase: str) -> None:
         """Raises Interrupted with every device that lacks room, and with the memory of its processes."""
@@ -98,15 +98,15 @@ class MemoryGate:
 
     def _holders(self, phase: str) -> dict[tuple[str, int], list[MemoryHolder]]:
         """Returns the processes and their memory for every device that ranks and engines share."""
-        if self._rank_places is None:
-            self._rank_places = self._actor.answers("places", "placing the processes")
-        at = self._rank_places | self._engines.device_places
+        if self._rank_devices is None:
+            self._rank_devices = self._actor.answers("devices", "asking for the devices of ranks")
+        at = self._rank_devices | self._engines.process_devices
         devices: dict[tuple[str, int], list[MemoryHolder]] = defaultdict(list)
         for name, memory in self._memory(f"measuring memory before {phase}").items():
             workers = memory if isinstance(memory, list) else [memory]
-            for number, (place, one) in enumerate(zip(at[name], workers, strict=True)):
+            for number, (device, one) in enumerate(zip(at[name], workers, strict=True)):
                 who = name if len(workers) == 1 else f"{name} worker {number}"
-                devices[tuple(place)].append(MemoryHolder(who, ACTOR if name.startswith("rank") else ENGINE, one))
+                devices[tuple(device)].append(MemoryHolder(who, ACTOR if name.startswith("rank") else ENGINE, one))
         return devices
 
     def _memory(self, phase: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.calls import SETTLE_S, gather
 from mrl.cluster.rollout_group import RolloutGroup
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.errors import Interrupted
 from mrl.plan.devices import published_flops
 from mrl.platforms.process_memory import host_bytes_used
@@ -84,7 +84,7 @@ class Hosts:
 
     @cached_property
     def _rank_nodes(self) -> list[str]:
-        return [places[0][0] for places in self._actor.call("places")]
+        return [devices[0][0] for devices in self._actor.call("devices")]
 
     @cached_property
     def _first_ranks(self) -> list[int]:

@@ -60,8 +60,8 @@ def train_job(arguments: list[str], run_dir: Path, runtime_env: dict[str, Any]) 
 
     The run directory is absolute, because the job's working directory is a temporary copy.
     """
-    words = ["mrl", "train", *arguments, "--run-dir", str(run_dir.absolute())]
-    return Job(f"mrl-{int(time.time())}-{os.getpid()}", shlex.join(words), runtime_env)
+    command = ["mrl", "train", *arguments, "--run-dir", str(run_dir.absolute())]
+    return Job(f"mrl-{int(time.time())}-{os.getpid()}", shlex.join(command), runtime_env)
 
 
 def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import ray
 
 from mrl.cluster.calls import Late, LostPeer, answered
-from mrl.cluster.missing_ranks import missing_ranks, stand
+from mrl.cluster.missing_ranks import last_collectives, missing_ranks
 from mrl.cluster.process_logs import concerning, processes_of
 from mrl.platforms.collective_trail import Trail
 
@@ -27,15 +27,13 @@ def with_cause(error: Late | LostPeer, refs: Callable[[str], dict[str, ray.Objec
     trails = answered(asked)
     silent = [name for name in asked if name not in trails]
     if silent and len(silent) < len(asked):
-        words = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
+        text = f"{', '.join(silent)} did not even write its stacks: stopped, or cut off"
         where = f"{_at(trails)}the stacks of the others are in logs/*.stacks"
-        return concerning(kind(f"{error}; {words}; {where}"), *silent)
+        return concerning(kind(f"{error}; {text}; {where}"), *silent)
     if silent:
         return concerning(kind(f"{error}; none of them could write its stacks"), *processes_of(error))
-    words, names = _cause(trails, refs)
-    return concerning(
-        kind(f"{error}; {words}the stacks of ranks are in logs/*.stacks"), *(names or processes_of(error))
-    )
+    text, names = _cause(trails, refs)
+    return concerning(kind(f"{error}; {text}the stacks of ranks are in logs/*.stacks"), *(names or processes_of(error)))
 
 
 def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectRef]]) -> tuple[str, list[str]]:
@@ -48,7 +46,7 @@ def _cause(trails: dict[str, Trail], refs: Callable[[str], dict[str, ray.ObjectR
     missing = missing_ranks(_numbered(trails))
     if missing is None:
         return _at(trails), []
-    return f"{missing.words}; ", [f"rank {number}" for number in missing.ranks]
+    return f"{missing.text}; ", [f"rank {number}" for number in missing.ranks]
 
 
 def _numbered(trails: dict[str, Trail]) -> dict[int, Trail]:
@@ -56,6 +54,6 @@ def _numbered(trails: dict[str, Trail]) -> dict[int, Trail]:
 
 
 def _at(trails: dict[str, Trail]) -> str:
-    if words := stand(_numbered(trails)):
-        return f"{words}; "
+    if text := last_collectives(_numbered(trails)):
+        return f"{text}; "
     return ""

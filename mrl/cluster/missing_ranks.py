@@ -27,7 +27,7 @@ class Missing:
     """Ranks that others wait for, and why, in words."""
 
     ranks: tuple[int, ...]
-    words: str
+    text: str
 
 
 def missing_ranks(trails: Mapping[int, Trail]) -> Missing | None:
@@ -47,7 +47,7 @@ def missing_ranks(trails: Mapping[int, Trail]) -> Missing | None:
     return None
 
 
-def stand(trails: Mapping[int, Trail]) -> str:
+def last_collectives(trails: Mapping[int, Trail]) -> str:
     """Says where these ranks are, one operation for all that are in the same."""
     at: dict[Entry, list[int]] = {}
     for rank, own in sorted(trails.items()):
@@ -76,10 +76,10 @@ def _waiting(trails: Mapping[int, Trail], with_messages: bool = True) -> dict[in
 
 
 def _absent(ranks: Sequence[int], trails: Mapping[int, Trail]) -> Missing:
-    told = [_absence(rank, trails) for rank in ranks[:MOST_TOLD]]
-    if more := len(ranks) - len(told):
-        told.append(f"nor have {more} more")
-    return Missing(tuple(ranks), "; ".join(told))
+    absences = [_absence(rank, trails) for rank in ranks[:MOST_TOLD]]
+    if more := len(ranks) - len(absences):
+        absences.append(f"nor have {more} more")
+    return Missing(tuple(ranks), "; ".join(absences))
 
 
 def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
@@ -108,7 +108,7 @@ def _absence(rank: int, trails: Mapping[int, Trail]) -> str:
 class _Parting:
     """Where two ranks first went to different collectives, of groups that both are in: an index into each trail."""
 
-    places: dict[int, int]
+    positions: dict[int, int]
     entries: dict[int, Entry]
 
     @property
@@ -166,15 +166,15 @@ def _of_partings(partings: Sequence[_Parting], trails: Mapping[int, Trail]) -> M
     """Names of each two that went apart the one that is wrong by its past. Only those that are so most often stay."""
     named: dict[int, int] = {}
     for parting in partings:
-        for rank in _least_usual(parting.places, trails):
+        for rank in _least_usual(parting.positions, trails):
             named[rank] = named.get(rank, 0) + 1
     most = max(named.values())
     ranks = tuple(_least_usual_now([rank for rank, times in named.items() if times == most], trails))
     shown = next(parting for parting in partings if ranks[0] in parting.entries)
-    return Missing(ranks, _words(shown, ranks))
+    return Missing(ranks, _shown_text(shown, ranks))
 
 
-def _words(parting: _Parting, ranks: Sequence[int]) -> str:
+def _shown_text(parting: _Parting, ranks: Sequence[int]) -> str:
     rank = ranks[0]
     other = next(each for each in parting.entries if each != rank)
     text = f"rank {rank} went on to {parting.entries[rank]} where rank {other} came to {parting.entries[other]}"
@@ -187,19 +187,19 @@ def _least_usual_now(ranks: Iterable[int], trails: Mapping[int, Trail]) -> list[
     return _least_usual({rank: len(trails[rank].recent) - 1 for rank in ranks}, trails)
 
 
-def _least_usual(places: Mapping[int, int], trails: Mapping[int, Trail]) -> list[int]:
+def _least_usual(positions: Mapping[int, int], trails: Mapping[int, Trail]) -> list[int]:
     """Returns the rank whose way to its place is least like its past, or all that are as unusual."""
-    usual = {rank: _likeness(trails[rank].recent, place) for rank, place in places.items()}
+    usual = {rank: _likeness(trails[rank].recent, position) for rank, position in positions.items()}
     least = min(usual.values())
     return [rank for rank in sorted(usual) if usual[rank] == least]
 
 
-def _likeness(recent: Sequence[Entry], place: int) -> tuple[int, int]:
+def _likeness(recent: Sequence[Entry], position: int) -> tuple[int, int]:
     """Returns how many entries before this one are as they were before the same operation at some earlier time.
 
     The second number counts those whose rows had as many bytes, too.
     """
-    kinds = [(entry.group, entry.operation) for entry in recent[: place + 1]]
+    kinds = [(entry.group, entry.operation) for entry in recent[: position + 1]]
     whole = [(*kind, entry.row_bytes) for kind, entry in zip(kinds, recent, strict=False)]
     return _longest(kinds), _longest(whole)
 

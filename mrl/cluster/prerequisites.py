@@ -13,10 +13,10 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from mrl.config.places import Deployment, rank_places, rollout_layout
+from mrl.config.deployment import Deployment, rank_devices, rollout_layout
 from mrl.config.schema import ClusterConfig, LayoutConfig
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.inventory import shows_devices
 from mrl.units import GIB
@@ -284,16 +284,16 @@ def engine_bundles(deployment: Deployment) -> list[dict[str, float]]:
 
     Raises ConfigError when engines do not fit.
     """
-    rank_places(deployment)  # raises
+    rank_devices(deployment)  # raises
     cluster = deployment.cluster
     layout = rollout_layout(deployment.rollout)
     bundle = get_hosting(cluster.device).ray_resources(cluster.cpus_per_engine / layout.data, devices=layout.tensor)
     return [bundle] * layout.num_engines * layout.data
 
 
-def shared_devices(deployment: Deployment) -> tuple[Place, ...]:
+def shared_devices(deployment: Deployment) -> tuple[DeviceId, ...]:
     """Returns the devices of a colocated run, node by node. Raises ConfigError when engines do not fit."""
-    ranks, workers = rank_places(deployment)
+    ranks, workers = rank_devices(deployment)
     return tuple(sorted({*ranks, *workers}))
 
 

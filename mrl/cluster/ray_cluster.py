@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.cluster.prerequisites import check_size, needed_resources, ray_address, unreachable
 from mrl.cluster.ray_folder import ray_folder, remove_folders_of_the_dead
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import rank_order
 from mrl.platforms.process_memory import few_heaps

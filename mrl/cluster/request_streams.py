@@ -151,7 +151,7 @@ class RequestStreams:
             return
         if engine not in self.waiting_for:
             self.progress.begin(engine)
-        before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
+        before = {number: (row.blocks[0], int(row.block_row[0])) for number, row in (kept or {}).items()}
         calls = self._calls.setdefault(engine, {})
         number = next(self._numbers)
         generate = self._worker(engine).generate
@@ -173,7 +173,7 @@ class RequestStreams:
         Raises Interrupted where the run cannot do without it, because it died or produced no token for too long.
         """
         try:
-            return self._taken(timeout_s)
+            return self._finished_ones(timeout_s)
         except LostProcess as error:
             asked = {engine_of(name): serving.epoch for name, serving in self._serving.items()}
             arrived = self._rescued({engine_of(name) for name in processes_of(error)})
@@ -197,7 +197,7 @@ class RequestStreams:
                 rescued.append(arrived)
         return rescued
 
-    def _taken(self, timeout_s: float) -> list[FinishedResponses]:
+    def _finished_ones(self, timeout_s: float) -> list[FinishedResponses]:
         self.progress.check(self.waiting_for)
         time.sleep(max(0.0, self._rests_until - time.monotonic()))
         for ref in self._ready(0.0) or self._ready(timeout_s):

@@ -23,7 +23,7 @@ from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.process_logs import concerning, log_file, processes_of
 from mrl.cluster.request_streams import RequestStreams
 from mrl.cluster.seats import Seats
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import RunConfig
 from mrl.engine.engine_state import ASLEEP, CONTROL_VERBS, WEIGHTS_AWAKE
 from mrl.engine.engine_worker import EngineWorker
@@ -34,7 +34,7 @@ from mrl.model import ModelSpec
 from mrl.plan.generation_times import with_found_drafts
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.tuned_experts import FOLDER
-from mrl.process.ray_places import on_node
+from mrl.process.ray_nodes import on_node
 from mrl.process.same_software import check_same
 from mrl.schedule.engine_loads import request_limit_of
 from mrl.store.response_store import SMALL_OBJECTS
@@ -101,21 +101,21 @@ class RolloutGroup:
         self._below: dict[int, list[tuple[int, float]]] = {}  # processes of each rank, and their start times
         self.workers: list[ray.actor.ActorHandle] = [] if before is None else list(before.workers)
         self.fleet = EngineFleet(self, self.rollout.start_timeout_s)
-        self._places_before = {} if before is None else before.device_places
+        self._earlier_devices = {} if before is None else before.process_devices
         if before is not None:
-            self.fleet.stand_for(before.fleet)
+            self.fleet.continue_from(before.fleet)
         self._software: dict[str, ray.ObjectRef] = {}
-        self._placed: dict[str, ray.ObjectRef] = {}
+        self._asked_devices: dict[str, ray.ObjectRef] = {}
         self._starting: dict[str, ray.ObjectRef] = {}
 
     def start(self) -> None:
         """Starts all engines that are not retired, and waits for none of them; see `wait_started`."""
         self._make_workers()
         self._software = self.refs("software")
-        self._placed = self.refs("places")  # before they start, because they answer nothing meanwhile
+        self._asked_devices = self.refs("devices")  # before they start, because they answer nothing meanwhile
         # all ranks at once, after they have said where they are
         for engine in sorted(self.fleet.reached()):
-            self._starting |= self._start_of(engine, [self._placed[name] for name in self.names_of([engine])])
+            self._starting |= self._start_of(engine, [self._asked_devices[name] for name in self.names_of([engine])])
 
     @property
     def have_loaded(self) -> bool:
@@ -149,8 +149,8 @@ class RolloutGroup:
         )
         log = str(self._logs / log_file(settings.name))
         if settings.turns is None:
-            return kind.remote(settings, log, seat.places)
-        return kind.remote(settings, log, seat.places, dict(os.environ), str(Path.cwd()))
+            return kind.remote(settings, log, seat.devices)
+        return kind.remote(settings, log, seat.devices, dict(os.environ), str(Path.cwd()))
 
     def _start_of(self, engine: int, answered: Sequence[ray.ObjectRef] = ()) -> dict[str, ray.ObjectRef]:
         """Starts the ranks of one engine with the address of its first rank, where they connect.
@@ -185,15 +185,15 @@ class RolloutGroup:
             ended = ray.remote(max_retries=0)(end_processes).options(**on_node(self.nodes[name])).remote(processes)
             gather({name: ended}, PREPARE_S, "ending what is left of an engine")
 
-    def note_place(self, engine: int) -> None:
+    def note_devices(self, engine: int) -> None:
         """Asks a started engine for its software, which must be the driver's, where it is, and for its processes.
 
         Raises EnvironmentFault for other software.
         """
         limit_s = self.cluster.start_timeout_s
         check_same(gather(self.refs("software", engines=[engine]), limit_s, "asking for the software of an engine"))
-        self.device_places |= gather(self.refs("places", engines=[engine]), limit_s, "asking where an engine is")
-        self.nodes |= {name: places[0][0] for name, places in self.device_places.items()}
+        self.process_devices |= gather(self.refs("devices", engines=[engine]), limit_s, "asking where an engine is")
+        self.nodes |= {name: devices[0][0] for name, devices in self.process_devices.items()}
         self._note_processes(engine)
 
     def _note_processes(self, engine: int) -> None:
@@ -286,7 +286,7 @@ class RolloutGroup:
                 lost = error
                 if isinstance(error, Late):
                     late = processes_of(error)
-                    lost = concerning(Late(f"{error}{in_words(self.not_running(late))}"), *late)
+                    lost = concerning(Late(f"{error}{listed_reasons(self.not_running(late))}"), *late)
                 if not self.fleet.loses(lost, asked):
                     raise lost from error.__cause__
                 left = set(self.names_of(self.fleet.reached()))
@@ -300,20 +300,20 @@ class RolloutGroup:
         return {name: reason for name, reason in reasons.items() if reason}
 
     @cached_property
-    def device_places(self) -> dict[str, list[tuple[str, int | None]]]:
+    def process_devices(self) -> dict[str, list[tuple[str, int | None]]]:
         """Ray's node id and the device of each worker of each rank, by the rank's name.
 
         Retired engines keep their former entries.
         """
         asked = self.fleet.epochs()  # none is started again before all have said where they are
-        found = self._answers(self._placed, asked, self.cluster.start_timeout_s, "asking where engines are")
-        known = self._places_before | found
+        found = self._answers(self._asked_devices, asked, self.cluster.start_timeout_s, "asking where engines are")
+        known = self._earlier_devices | found
         return {name: known[name] for name in self.names if name in known}
 
     @cached_property
     def nodes(self) -> dict[str, str]:
         """Ray's node id of each engine rank, by its name."""
-        return {name: own[0][0] for name, own in self.device_places.items()}
+        return {name: own[0][0] for name, own in self.process_devices.items()}
 
     def streams(self) -> RequestStreams:
         """Makes the streams of requests. Nothing is sent yet."""
@@ -391,7 +391,7 @@ class RolloutGroup:
         self.seats.release()
 
 
-def in_words(reasons: Mapping[str, str]) -> str:
+def listed_reasons(reasons: Mapping[str, str]) -> str:
     """Returns what RolloutGroup.not_running found, to stand behind an error."""
     return "".join(f"; {name}: {reason}" for name, reason in reasons.items())
 

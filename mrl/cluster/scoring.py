@@ -29,7 +29,7 @@ from mrl.data.dataset import load_tokenizer
 from mrl.data.quick_tokenizer import quick_decoder
 from mrl.data.samples import CALL_REASONS, STOP_REASONS, Samples, with_turns
 from mrl.model.hub import local_folder
-from mrl.process.ray_places import on_node
+from mrl.process.ray_nodes import on_node
 from mrl.reward.items import (
     FELL,
     LEFT_OUT,
@@ -108,12 +108,12 @@ class Scorer:
         Returns results that are ready, each once, and their long texts separately.
         """
         responses = [[response for _, response in block.spoken_last()] for block in blocks]
-        told = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
+        turn_outcomes = [None if block.turn_counts is None else list(outcomes(block)) for block in blocks]
         left_out = []
         for block, row, question in asked:
             outcome = {}
-            if told[block] is not None:
-                outcome = told[block][row]
+            if turn_outcomes[block] is not None:
+                outcome = turn_outcomes[block][row]
             if not blocks[block].finite[row]:
                 left_out.append(_without_numbers(question, blocks[block], row))
                 continue
@@ -298,7 +298,7 @@ class ScorerGroup:
         with self._exchange.lock:
             channel = self.channels[self._exchange.near[engine]]
             channel.patience_s = held_s
-            for block, row, question in zip(samples.block.tolist(), samples.place.tolist(), questions, strict=True):
+            for block, row, question in zip(samples.block.tolist(), samples.block_row.tolist(), questions, strict=True):
                 number = next(self._exchange.numbers)
                 self._exchange.askers[number] = self, question.sample_id
                 self._awaited[question.sample_id] = number
@@ -348,13 +348,13 @@ class ScorerGroup:
     def collect(self, at_once: bool = False) -> list[RewardResult]:
         """Returns results that are ready, each once. Arguments and errors are those of `forward`."""
         self.forward(at_once)
-        return self._taken()
+        return self._finished_ones()
 
     def wait(self, seconds: float) -> None:
         """Returns once a call under way is finished, or the seconds are over."""
         self._finished(self.channels, seconds)
 
-    def _taken(self) -> list[RewardResult]:
+    def _finished_ones(self) -> list[RewardResult]:
         with self._exchange.lock:
             results = list(self._results.values())
             self._results = {}
@@ -372,7 +372,7 @@ class ScorerGroup:
             poll()
             self._finished(self.channels, WAIT_S)
             self.forward(at_once=True)
-        return sorted(self._taken(), key=lambda result: result.sample_id)
+        return sorted(self._finished_ones(), key=lambda result: result.sample_id)
 
     def write_generations(
         self,
@@ -432,7 +432,7 @@ def start_scorers(order: ScorerOrder, nodes: Mapping[str, str]) -> ScorerGroup:
     """
     reward = order.reward
     own = dict(os.environ), str(Path.cwd())
-    hosts, near = scorer_places(nodes, reward.num_workers)
+    hosts, near = scorer_nodes(nodes, reward.num_workers)
     group = ScorerGroup(
         [Channel(f"scorer {i}", _actor(order.model_path, node)) for i, (node, _) in enumerate(hosts)], near
     )
@@ -449,7 +449,7 @@ def start_scorers(order: ScorerOrder, nodes: Mapping[str, str]) -> ScorerGroup:
     return group
 
 
-def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[str, int]], dict[str, int]]:
+def scorer_nodes(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[str, int]], dict[str, int]]:
     """Returns the nodes with a scorer and its number of processes, and the nearest scorer's number by engine.
 
     Where there are fewer processes than nodes, engines of the other nodes share them in turn.

@@ -18,9 +18,9 @@ import ray
 from mrl.cluster.calls import gather
 from mrl.cluster.prerequisites import actor_bundles, device_bundles, engine_bundles, shared_devices
 from mrl.cluster.ray_cluster import Reservation, reserve
-from mrl.config.places import Deployment, rank_places
+from mrl.config.deployment import Deployment, rank_devices
 from mrl.config.schema import ClusterConfig, LayoutConfig
-from mrl.model.device_grid import bundles_of_places
+from mrl.model.device_grid import bundles_of_devices
 from mrl.platforms.hosting import Hosting, get_hosting
 
 
@@ -30,7 +30,7 @@ class Seat:
 
     options: dict[str, Any]  # of the Ray actor
     environment: dict[str, str]  # in addition to what every process of its kind has
-    places: list[tuple[str, int]] | None  # node and device of each worker; None: Ray chooses, and the process asks it
+    devices: list[tuple[str, int]] | None  # node and device of each worker; None: Ray chooses, and the process asks it
 
 
 @dataclass(frozen=True)
@@ -87,28 +87,28 @@ def shared_seats(deployment: Deployment) -> SharedSeats:
     """
     cluster = deployment.cluster
     hosting = get_hosting(cluster.device)
-    ranks, workers = rank_places(deployment)
+    ranks, workers = rank_devices(deployment)
     reserved = reserve(device_bundles(deployment), cluster.start_timeout_s)
     try:
         names = _device_names(reserved, hosting, cluster.start_timeout_s)
         # CANN supports no other order
         ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))
-        places = shared_devices(deployment)
+        ids = shared_devices(deployment)
         nodes = [reserved.nodes[bundle] for bundle in ascending]
-        bundles = [ascending[i] for i in bundles_of_places(places, nodes)]
+        bundles = [ascending[i] for i in bundles_of_devices(ids, nodes)]
     except BaseException:
         reserved.release()
         raise
     numbers: Counter[str] = Counter()
     devices = {}
-    for place, bundle in zip(places, bundles, strict=True):
+    for device, bundle in zip(ids, bundles, strict=True):
         node = reserved.nodes[bundle]
-        devices[place] = _Device(reserved.idle_options(bundle), node, numbers[node], names[bundle])
+        devices[device] = _Device(reserved.idle_options(bundle), node, numbers[node], names[bundle])
         numbers[node] += 1
-    of_ranks = [_seat([devices[place]], hosting, cluster.cpus_per_actor) for place in ranks]
+    of_ranks = [_seat([devices[device]], hosting, cluster.cpus_per_actor) for device in ranks]
     together = deployment.rollout.tensor_model_parallel_size  # an engine's tensor workers are children of one process
     groups = [workers[first : first + together] for first in range(0, len(workers), together)]
-    of_engines = [_seat([devices[place] for place in group], hosting, cluster.cpus_per_engine) for group in groups]
+    of_engines = [_seat([devices[device] for device in group], hosting, cluster.cpus_per_engine) for group in groups]
     return SharedSeats(Seats(tuple(of_ranks), _keep), Seats(tuple(of_engines), _keep), reserved.release)
 
 

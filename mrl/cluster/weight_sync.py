@@ -22,8 +22,8 @@ from mrl.cluster.calls import Late, LostPeer, answered, gather, in_short, settle
 from mrl.cluster.deadlines import LEAST_S, Deadlines
 from mrl.cluster.late_ranks import with_cause
 from mrl.cluster.process_logs import concerning, processes_of
-from mrl.cluster.rollout_group import RolloutGroup, in_words
-from mrl.config.places import Deployment
+from mrl.cluster.rollout_group import RolloutGroup, listed_reasons
+from mrl.config.deployment import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig
 from mrl.engine.requests import rank_name
 from mrl.errors import EnvironmentFault, Interrupted, LostProcess, MrlError
@@ -242,7 +242,7 @@ class WeightSync:
         late = processes_of(error)
         silent = self.engines.not_running(late)
         if silent:
-            return concerning(Late(f"{error}{in_words(silent)}"), *silent)
+            return concerning(Late(f"{error}{listed_reasons(silent)}"), *silent)
         if not set(ranks) & set(late):  # ranks would be named in place of late engines
             return error
         return with_cause(error, self.actor.refs)
@@ -336,8 +336,10 @@ class WeightSync:
         are idle, and the other engines have no part in it.
         """
         limit = self._deployment.cluster.start_timeout_s
-        places = gather(self.actor.refs("places"), limit, "placing the weight sync") | self.engines.device_places
-        topology = _topology(places, self._deployment.layout.world_size)
+        devices = (
+            gather(self.actor.refs("devices"), limit, "asking for the devices of ranks") | self.engines.process_devices
+        )
+        topology = _topology(devices, self._deployment.layout.world_size)
         if self.setup is None or self.setup.topology != topology:
             self.setup = self._setup(topology)
             self._met = {}
@@ -418,7 +420,7 @@ class WeightSync:
             text = f"{CONNECTING}: {in_short(error)}"
             if isinstance(error, MrlError):
                 text = str(error)
-            raise concerning(Late(f"{text}{in_words(silent)}"), *silent) from error
+            raise concerning(Late(f"{text}{listed_reasons(silent)}"), *silent) from error
 
     def _count_weights(self, answers: Mapping[str, Any]) -> None:
         """Counts the bytes of each engine's weights. `answers` also has those of ranks, which are ignored."""
@@ -461,10 +463,10 @@ def _hosting_rank(setup: SyncSetup) -> int:
     return next((number for side, number in p2p_members(setup) if side == "rank"), 0)
 
 
-def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
+def _topology(devices: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
     """Numbers the nodes in order. A process without an accelerator gets a device number of its own."""
     nodes: dict[str, int] = {}
-    standing = [(nodes.setdefault(node, len(nodes)), device) for answer in places.values() for node, device in answer]
+    standing = [(nodes.setdefault(node, len(nodes)), device) for answer in devices.values() for node, device in answer]
     own_device = itertools.count(1 << 16)
     numbered = [[node, next(own_device) if device is None else device] for node, device in standing]
     return {"ranks": numbered[:ranks], "workers": numbered[ranks:]}
@@ -503,12 +505,12 @@ def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
 
 def _describe_kernels(of_workers: Sequence[Mapping[str, Sequence[str]]]) -> str:
     """Names the kernels of attention and experts over all workers; empty if no worker tells."""
-    words = []
+    parts = []
     for part, title in _KERNELS.items():
         names = {name for kernels in of_workers for name in kernels.get(part, ())}
         if names:
-            words.append(f"{title} {', '.join(sorted(names))}")
-    return "; ".join(words)
+            parts.append(f"{title} {', '.join(sorted(names))}")
+    return "; ".join(parts)
 
 
 def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, float]:

@@ -2,6 +2,6 @@
 
 `schema.RunConfig` is a whole run. Each key is declared once with its meaning, limits, advice and verl's name.
 `load.load_config` returns a `ResolvedConfig` with the origin of every value. `rules.violations` lists what is wrong
-with it. This room imports rooms of floor 1 and no torch. It reads only configurations and, when asked to, the files
-that they name.
+with it. This package imports packages of layer 1 and no torch. It reads only configurations and, when asked to, the
+files that they name.
 """

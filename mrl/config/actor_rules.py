@@ -218,7 +218,7 @@ def _context_kind(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", "is unknown, or needs groups of its own", why, _CONTEXT_KINDS)
 
 
-def storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def fixed_storages(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Refuses options that know weights or gradients by their address, which offloading changes."""
     moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
     if moved and config.actor.override_ddp_config.get("nccl_ub"):
@@ -378,7 +378,7 @@ ACTOR_RULES = (
         "needs bias_activation_fusion: false",
         "Megatron refuses both, and a mixture of experts is built with the fusion",
     ),
-    storages_stay,
+    fixed_storages,
     RuleRow(
         "actor.max_unrouted_share",
         lambda c, m: c.actor.max_unrouted_share != _UNROUTED and c.actor.router_replay != "R3",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from mrl.config.actor_rules import ACTOR_RULES, BATCH_RULES, storages_stay
+from mrl.config.actor_rules import ACTOR_RULES, BATCH_RULES, fixed_storages
 from mrl.config.device_rules import DEVICE_RULES, adapted_once
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.rule_row import Rule, RuleRow
@@ -119,7 +119,7 @@ CRITIC_RULES = (
     ),
     _layout,
     adapted_once(_LAYOUT, lambda c: c.algorithm.needs_critic),
-    *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES, storages_stay, first_layers)),
+    *map(_of_critic, (*OPTIM_RULES, *BATCH_RULES, fixed_storages, first_layers)),
     RuleRow(
         "critic.optim.override_optimizer_config",
         _with(lambda c, m: bool(c.critic.optim.override_optimizer_config)),

@@ -65,13 +65,13 @@ def _teacher(config: RunConfig) -> list[str]:
     if not distillation.enabled:
         return []
     loss = distillation.distillation_loss
-    place = "the loss"
+    target = "the loss"
     if loss.use_policy_gradient:
-        place = "advantages"
+        target = "advantages"
     rewards = ""
     if loss.reward_weight != 1:
         rewards = f"rewards x {loss.reward_weight:g}"
-    return [f"{loss.loss_mode} to a teacher x {loss.distillation_loss_coef:g} in {place}", rewards]
+    return [f"{loss.loss_mode} to a teacher x {loss.distillation_loss_coef:g} in {target}", rewards]
 
 
 def describe_batch(config: RunConfig) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
-from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES
+from mrl.algo.spec import FORWARD_OVER_TOP_K, KL_TYPES
 from mrl.config.actor_rules import ACTOR_RULES, padding_of_branches
 from mrl.config.device_rules import DEVICE_RULES, adapted_once
 from mrl.config.efficiency_rules import EFFICIENCY_RULES
@@ -43,7 +43,7 @@ def distillation_notes(config: RunConfig) -> Iterator[str]:
             f"{_LOSS}.use_policy_gradient: geo_mean takes the mean of a response's advantages, so the teacher judges "
             "responses and not tokens; gspo keeps them apart"
         )
-    if distillation.in_advantages and not distillation.over_words and _estimator(config) != "k1":
+    if distillation.in_advantages and not distillation.over_top_k and _estimator(config) != "k1":
         name = distillation.distillation_loss.loss_mode
         yield f"{_LOSS}.loss_mode: {name} as an advantage is an estimate whose gradient is not that of the KL; k1 is"
 
@@ -253,24 +253,24 @@ DISTILLATION_RULES = (
     ),
     RuleRow(
         f"{_LOSS}.use_policy_gradient",
-        lambda c, m: c.distillation.over_words and c.distillation.in_advantages,
+        lambda c, m: c.distillation.over_top_k and c.distillation.in_advantages,
         "must be false with loss_mode {c.distillation.distillation_loss.loss_mode}",
-        "an advantage belongs to the sampled token, and this KL is over words that were not sampled",
+        "an advantage belongs to the sampled token, and this KL is over tokens that were not sampled",
         (False,),
     ),
     RuleRow(
         f"{_LOSS}.log_prob_min_clamp",
         lambda c, m: (
             c.distillation.distillation_loss.log_prob_min_clamp is not None
-            and c.distillation.distillation_loss.loss_mode != FORWARD_OVER_WORDS
+            and c.distillation.distillation_loss.loss_mode != FORWARD_OVER_TOP_K
         ),
-        f"needs loss_mode {FORWARD_OVER_WORDS}",
+        f"needs loss_mode {FORWARD_OVER_TOP_K}",
         "no other loss reads it",
         (None,),
     ),
     RuleRow(
         f"{_LOSS}.topk",
-        lambda c, m: c.distillation.over_words and c.distillation.distillation_loss.topk > m.vocab_size,
+        lambda c, m: c.distillation.over_top_k and c.distillation.distillation_loss.topk > m.vocab_size,
         "must be at most {m.vocab_size}, the size of the vocabulary",
         "the loss is over that many of the teacher's most likely tokens",
         lambda c, m: (m.vocab_size,),

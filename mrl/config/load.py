@@ -318,7 +318,7 @@ def rest_of(values: dict[str, Any], refused: Collection[_Path]) -> RunConfig:
         _at(values, path[:-1]).pop(path[-1], None)
     for path in refused:
         if path in fields and fields[path].is_required():
-            _at(values, path[:-1])[path[-1]] = _stand_in(fields[path])
+            _at(values, path[:-1])[path[-1]] = _placeholder(fields[path])
     config = RunConfig.model_validate(values)
     for path in fields.keys() & set(refused):
         del vars(reduce(getattr, path[:-1], config))[path[-1]]
@@ -329,11 +329,11 @@ def _at(values: dict[str, Any], path: _Path) -> dict[str, Any]:
     return reduce(lambda below, key: below[key], path, values)
 
 
-def _stand_in(field: FieldInfo) -> Any:
+def _placeholder(field: FieldInfo) -> Any:
     """Returns some value that the schema accepts for a required key."""
     section = section_of(field.annotation)
     if section is not None:
-        return {name: _stand_in(inner) for name, inner in section.model_fields.items() if inner.is_required()}
+        return {name: _placeholder(inner) for name, inner in section.model_fields.items() if inner.is_required()}
     if int in (field.annotation, *get_args(field.annotation)):
         return 1
     return "-"

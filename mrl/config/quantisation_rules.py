@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from mrl.config.deployment import rollout_layout
 from mrl.config.family_rules import engine_is_old, on_device
-from mrl.config.places import rollout_layout
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RunConfig
 from mrl.errors import MrlError, Violation
@@ -41,7 +41,7 @@ def quantisation_notes(config: RunConfig) -> Iterator[str]:
 def ranks_block(config: RunConfig) -> int:
     """Rows and columns of the blocks that the actor's ranks must leave whole; 0 where they need not.
 
-    On the slow path a tensor becomes words once it is whole.
+    On the slow path a tensor becomes FP8 values once it is whole.
     """
     if config.reshard.path == "slow":
         return 0

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.rule_row import RuleRow, on_only_where
 from mrl.config.schema import AlgorithmConfig, RolloutConfig, RunConfig, leaf
 from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec, read_hf_config
-from mrl.model.device_grid import ClusterShape, engine_places
+from mrl.model.device_grid import ClusterShape, engine_devices
 from mrl.model.layout import RolloutLayout
 from mrl.model.registry import family_of, own_config
 from mrl.platforms.hosting import get_hosting
@@ -193,7 +193,7 @@ def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
     def fault(engines: int) -> str:
         try:
-            engine_places(RolloutLayout(engines, tp, dp), cluster, first)
+            engine_devices(RolloutLayout(engines, tp, dp), cluster, first)
         except ConfigError as error:
             return str(error)
         return ""

@@ -14,7 +14,7 @@ Where layouts are judged:
     by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py, vision_rules.py
     by device, version   device_rules.py
     by Megatron's keys   override_rules.py
-    places of processes  mrl/model/device_grid.py
+    devices of processes mrl/model/device_grid.py
     a sync between them  mrl/reshard/plan.py (_check_inputs)
     memory               mrl/plan/plan_rules.py
 """

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mrl.algo.spec import ALIASES, FORWARD_OVER_WORDS, KL_TYPES, OVER_WORDS, REVERSE_OVER_WORDS
+from mrl.algo.spec import ALIASES, FORWARD_OVER_TOP_K, KL_TYPES, OVER_TOP_K, REVERSE_OVER_TOP_K
 from mrl.config.schema_actor import OtherLayoutConfig
 from mrl.config.section import Section, key, known_name
 
@@ -52,11 +52,11 @@ class DistillationLossConfig(Section):
 
     loss_mode: str = key(
         "k1",
-        f"Estimator of KL(student || teacher) from a sampled token. {REVERSE_OVER_WORDS}: that KL over the teacher's "
-        f"most likely tokens. {FORWARD_OVER_WORDS}: KL(teacher || student) over only these tokens, as in verl.",
+        f"Estimator of KL(student || teacher) from a sampled token. {REVERSE_OVER_TOP_K}: that KL over the teacher's "
+        f"most likely tokens. {FORWARD_OVER_TOP_K}: KL(teacher || student) over only these tokens, as in verl.",
         advice="k1 with use_policy_gradient, whose mean is that KL's gradient; "
-        f"{REVERSE_OVER_WORDS}, k2 or k3+ without it.",
-        rule=known_name((*KL_TYPES, *OVER_WORDS), ALIASES),
+        f"{REVERSE_OVER_TOP_K}, k2 or k3+ without it.",
+        rule=known_name((*KL_TYPES, *OVER_TOP_K), ALIASES),
     )
     use_policy_gradient: bool = key(
         True,
@@ -128,9 +128,9 @@ class DistillationConfig(Section):
         return self.enabled and self.distillation_loss.use_policy_gradient
 
     @property
-    def over_words(self) -> bool:
-        """Whether the loss needs the teacher's most likely words, not only the sampled one."""
-        return self.enabled and self.distillation_loss.loss_mode in OVER_WORDS
+    def over_top_k(self) -> bool:
+        """Whether the loss needs the teacher's most likely tokens, not only the sampled one."""
+        return self.enabled and self.distillation_loss.loss_mode in OVER_TOP_K
 
     @property
     def in_loss(self) -> bool:

@@ -114,7 +114,7 @@ def notes_of(field: FieldInfo) -> KeyNotes:
 
 
 def section_from(keys: type) -> type[Section]:
-    """Builds a section whose keys are the fields of a dataclass of a lower floor.
+    """Builds a section whose keys are the fields of a dataclass of a lower layer.
 
     Metadata of the fields are arguments of `key`. The section inherits from both classes. So it has the properties of
     the dataclass and can be passed in its place.

@@ -53,7 +53,7 @@ def _head(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         return
     faults = list(head_faults(speculation.head, model))
     if not faults and config.cluster.device == "cpu":
-        needed = config.data.max_sample_length + room(config.rollout)
+        needed = config.data.max_sample_length + draft_positions(config.rollout)
         if (positions := head_positions(speculation.head) or needed) < needed:
             faults = [
                 f"its max_position_embeddings is {positions}, and samples with their drafts have {needed}: where one "
@@ -111,7 +111,7 @@ def _uses_a_model(config: RunConfig, model: ModelSpec) -> bool:
     return _uses_layers(config, model) or (has_head and model.family in TRIED_WITH_HEADS)
 
 
-def room(rollout: RolloutConfig) -> int:
+def draft_positions(rollout: RolloutConfig) -> int:
     """Returns the positions behind the longest sample that an engine needs: of tokens that are checked, and of those
     drafted meanwhile.
 
@@ -246,7 +246,9 @@ SPECULATION_RULES = (
     ),
     _where_drafted(
         "data.max_response_length",
-        lambda c, m: c.data.max_sample_length <= m.longest_sample < c.data.max_sample_length + room(c.rollout),
+        lambda c, m: (
+            c.data.max_sample_length <= m.longest_sample < c.data.max_sample_length + draft_positions(c.rollout)
+        ),
         "plus max_prompt_length = {c.data.max_prompt_length} and 2 x rollout.speculation.tokens + 1 must be at most "
         "{m.longest_sample}",
         "engines compute drafts at positions behind a sample, and the model knows no further ones",

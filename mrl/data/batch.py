@@ -50,8 +50,8 @@ class TokenValues(Generic[Array]):
     ref_log_probs: Array | None = field(default=None, **of("response token"))  # float32
     teacher_log_probs: Array | None = field(default=None, **of("response token"))  # float32
     # [response tokens, words]: a teacher's likeliest words, int32, and their log-probs, float32
-    teacher_words: Array | None = field(default=None, **of("response token"))
-    of_teacher_words: Array | None = field(default=None, **of("response token"))
+    teacher_top_ids: Array | None = field(default=None, **of("response token"))
+    teacher_top_log_probs: Array | None = field(default=None, **of("response token"))
     # float32: weights of the off-policy correction; None: all 1
     loss_weights: Array | None = field(default=None, **of("response token"))
     critic_values: Array | None = field(default=None, **of("response token"))  # float32: before the step's updates
@@ -70,7 +70,7 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
     """Sequences with the loss's inputs. Rows are ordered by (group_id, sample_id), so whole prompts are a slice of
     rows.
 
-    Routes are those of this rank: of the layers of its model chunks. With `route_places` they cover only some of the
+    Routes are those of this rank: of the layers of its model chunks. With `route_rows` they cover only some of the
     tokens. They then belong to no rows, and every part of the batch holds all of them.
     """
 
@@ -78,7 +78,7 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
     # bool: false for rejected tokens; None: none was rejected
     keep: np.ndarray | None = field(default=None, kw_only=True, **of("response token"))
 
-    route_places: np.ndarray | None = field(
+    route_rows: np.ndarray | None = field(
         default=None, kw_only=True, **of("token")
     )  # int64: row of `routes`; -1: not on this rank
     # int32 [tokens, 3]: by time, row and column, where rows have images; a rank sets them (mrl.rank.vision)
@@ -89,34 +89,34 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
         """Makes a batch of sequences that were all sampled at one temperature. `routes` replace their own."""
         columns = {f.name: getattr(sequences, f.name) for f in fields(Sequences)}
         if routes is not None:
-            columns |= {"routes": routes.values, "route_places": routes.places}
+            columns |= {"routes": routes.values, "route_rows": routes.value_rows}
         return cls(**columns, temperature=np.full(len(sequences), temperature, np.float32))
 
     def rows(self, index: np.ndarray | slice) -> "TrainBatch":
-        """Takes the given rows. Routes stay whole where `route_places` point into them."""
-        if self.route_places is None:
+        """Takes the given rows. Routes stay whole where `route_rows` point into them."""
+        if self.route_rows is None:
             return super().rows(index)
         return replace(super(TrainBatch, replace(self, routes=None)).rows(index), routes=self.routes)
 
     @property
-    def places_of_routes(self) -> np.ndarray:
+    def token_route_rows(self) -> np.ndarray:
         """The row of `routes` that belongs to each token, int64 [tokens]; -1 where this rank has none. Routes must be
         there.
         """
-        if self.route_places is None:
+        if self.route_rows is None:
             return np.arange(len(self.token_ids))
-        return self.route_places
+        return self.route_rows
 
-    def places_of(self, rows: np.ndarray) -> np.ndarray:
+    def token_indices(self, rows: np.ndarray) -> np.ndarray:
         """Returns the positions of the response tokens of `rows` in a flat column, int64."""
         return positions(self.response_lengths, rows)
 
-    def sampled_places_of(self, rows: np.ndarray) -> np.ndarray:
+    def sampled_indices(self, rows: np.ndarray) -> np.ndarray:
         """Returns the positions of the sampled response tokens of `rows` in a flat column, int64."""
-        places = self.places_of(rows)
+        indices = self.token_indices(rows)
         if self.sampled is None:
-            return places
-        return places[self.sampled[places]]
+            return indices
+        return indices[self.sampled[indices]]
 
     @property
     def loss_mask(self) -> np.ndarray:

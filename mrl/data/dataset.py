@@ -197,7 +197,7 @@ class PromptDataset(Sequence[Prompt]):
     fingerprint: str  # hash of prompt ids and tokens: an order can be resumed only on the same data
     rows_digest: str  # hash of all that rows have beside tokens: what judges and environments see of them
     sizes: tuple[int, ...]  # prompts of each file, in the order of the files
-    places: np.ndarray | None = None  # int64: positions in the store of the sampled prompts; None: all
+    sampled: np.ndarray | None = None  # int64: positions in the store of the sampled prompts; None: all
 
     @classmethod
     def load(
@@ -237,21 +237,21 @@ class PromptDataset(Sequence[Prompt]):
         """
         if count is None or count >= len(self):
             return self
-        places = np.arange(count) if seed is None else _drawn(self.sizes, count, seed)
-        ends = np.searchsorted(places, np.cumsum((0, *self.sizes)))
+        sampled = np.arange(count) if seed is None else _drawn(self.sizes, count, seed)
+        ends = np.searchsorted(sampled, np.cumsum((0, *self.sizes)))
         sizes = tuple(int(n) for n in np.diff(ends))
-        fingerprint = _of_places(self.fingerprint, places)
-        rows_digest = _of_places(self.rows_digest, places)
-        sampled = replace(self, places=places, sizes=sizes, fingerprint=fingerprint, rows_digest=rows_digest)
-        return replace(sampled, data_sources=frozenset(prompt.data_source for prompt in sampled))
+        fingerprint = _digest_of_sampled(self.fingerprint, sampled)
+        rows_digest = _digest_of_sampled(self.rows_digest, sampled)
+        drawn = replace(self, sampled=sampled, sizes=sizes, fingerprint=fingerprint, rows_digest=rows_digest)
+        return replace(drawn, data_sources=frozenset(prompt.data_source for prompt in drawn))
 
     def __len__(self) -> int:
-        if self.places is None:
+        if self.sampled is None:
             return len(self.store)
-        return len(self.places)
+        return len(self.sampled)
 
     def __getitem__(self, index: int) -> Prompt:
-        tokens, rest = self.store[index if self.places is None else int(self.places[index])]
+        tokens, rest = self.store[index if self.sampled is None else int(self.sampled[index])]
         fields = json.loads(rest)
         if "images" in fields:
             fields["images"] = tuple(RowImage(**image | {"grid": tuple(image["grid"])}) for image in fields["images"])
@@ -262,14 +262,14 @@ class PromptDataset(Sequence[Prompt]):
 
     def ground_truth(self, prompt_id: int) -> Any:
         """Returns the ground truth of a prompt by its id; None for one that is not here. Ids ascend."""
-        place = bisect_left(range(len(self)), prompt_id, key=lambda index: self[index].prompt_id)
-        found = self[place] if place < len(self) else None
+        first = bisect_left(range(len(self)), prompt_id, key=lambda index: self[index].prompt_id)
+        found = self[first] if first < len(self) else None
         return found.ground_truth if found is not None and found.prompt_id == prompt_id else None
 
 
-def _of_places(digest: str, places: np.ndarray) -> str:
+def _digest_of_sampled(digest: str, sampled: np.ndarray) -> str:
     """Returns the digest of a part, given that of the whole."""
-    return hashlib.sha256(f"{digest} {places.tolist()}".encode()).hexdigest()
+    return hashlib.sha256(f"{digest} {sampled.tolist()}".encode()).hexdigest()
 
 
 def _drawn(sizes: Sequence[int], count: int, seed: int) -> np.ndarray:

@@ -87,8 +87,8 @@ def permutation(key: Sequence[int], size: int) -> np.ndarray:
 
     It sorts raw words of PCG64, a stream that numpy guarantees never to change. `Generator.permutation` may change.
     """
-    words = np.random.PCG64(np.random.SeedSequence(list(key))).random_raw(size)
-    return np.argsort(words, kind="stable")
+    draws = np.random.PCG64(np.random.SeedSequence(list(key))).random_raw(size)
+    return np.argsort(draws, kind="stable")
 
 
 @lru_cache(maxsize=2)
@@ -126,8 +126,8 @@ def mixed_order(seed: int, epoch: int, sizes: tuple[int, ...], weights: tuple[fl
     if shuffle:
         label = label[permutation((seed, epoch), len(label))]
     else:
-        place = np.concatenate([(np.arange(c) + 0.5) / c for c in counts if c])
-        label = label[np.argsort(place, kind="stable")]
+        fraction = np.concatenate([(np.arange(c) + 0.5) / c for c in counts if c])
+        label = label[np.argsort(fraction, kind="stable")]
     order = np.empty(len(label), np.int64)
     for k, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         order[label == k] = starts[k] + _drawn(seed, k, epoch * count, count, size, shuffle)

@@ -48,11 +48,11 @@ class PromptStore:
 
     def __getitem__(self, index: int) -> tuple[tuple[int, ...], str]:
         """Returns token ids and text of a prompt."""
-        place = range(len(self))[index]  # a negative index counts from the end; one beyond raises IndexError
+        position = range(len(self))[index]  # a negative index counts from the end; one beyond raises IndexError
         start = 0
-        if place:
-            start = self._ends[place - 1]
-        record = os.pread(self._file.fileno(), self._ends[place] - start, start)
+        if position:
+            start = self._ends[position - 1]
+        record = os.pread(self._file.fileno(), self._ends[position] - start, start)
         text = LENGTH_BYTES + TOKEN.itemsize * int.from_bytes(record[:LENGTH_BYTES], "little")
         return tuple(np.frombuffer(record[LENGTH_BYTES:text], TOKEN).tolist()), record[text:].decode()
 

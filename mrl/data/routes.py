@@ -47,7 +47,7 @@ def end_to_end(parts: Sequence[np.ndarray]) -> np.ndarray:
 class RoutesHere:
     """The routes of those tokens of a batch that a rank computes, in the layers that it has."""
 
-    places: np.ndarray  # int64 [tokens of the batch]: row of `values`; -1: not on this rank
+    value_rows: np.ndarray  # int64 [tokens of the batch]: row of `values`; -1: not on this rank
     values: np.ndarray  # [tokens here, layers here, topk]
 
 

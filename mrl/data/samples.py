@@ -408,8 +408,8 @@ def _read_before(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _begins(lines: Sequence[np.ndarray], whole: np.ndarray) -> list[int]:
-    """Returns the places of the lines that `whole` begins with."""
-    return [place for place, line in enumerate(lines) if np.array_equal(line, whole[: len(line)])]
+    """Returns the positions of the lines that `whole` begins with."""
+    return [position for position, line in enumerate(lines) if np.array_equal(line, whole[: len(line)])]
 
 
 def _digest(ids: np.ndarray, is_reply: bool) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.hosts import Hosts, Peak
 from mrl.cluster.process_logs import concerning, processes_of
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import RewardConfig, RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what few runs need is imported by the line that reads its k
     from mrl.acting.dialects import Dialect
     from mrl.data.image_reader import ImageReader
 
-VALIDATION_SAMPLE = 0  # seed for the sample of held-out prompts
+VALIDATION_SAMPLE = 0  # seed for the sample of validation prompts
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Data:
     @property
     def bad_rows(self) -> tuple[SetAside, ...]:
         """Returns the unusable rows of all files."""
-        held_out = ()
+        bad_validation_rows = ()
         if self.val_prompts:
-            held_out = self.val_prompts.report.bad_rows
-        return (*self.stream.prompts.report.bad_rows, *held_out)
+            bad_validation_rows = self.val_prompts.report.bad_rows
+        return (*self.stream.prompts.report.bad_rows, *bad_validation_rows)
 
     @property
     def fingerprint(self) -> str:
@@ -77,8 +77,8 @@ def read_data(
         images = image_reader(model.path, data)
     stream = load_training(data, trainer.seed, tokenizer, tools, rule, images)
     val_prompts = load_validation(data, tokenizer, tools, rule, images)
-    held_out_sources = val_prompts.data_sources if val_prompts else frozenset()
-    scoring = reward_spec(reward, stream.prompts.data_sources | held_out_sources)
+    validation_sources = val_prompts.data_sources if val_prompts else frozenset()
+    scoring = reward_spec(reward, stream.prompts.data_sources | validation_sources)
     check_function(scoring)
     total_steps = trainer.total_training_steps or trainer.total_epochs * stream.steps_per_epoch
     return Data(stream, val_prompts, scoring, total_steps, images)
@@ -229,7 +229,7 @@ def load_training(
     """Returns the training prompts in order, sampled by `data.train_max_samples` if that is set. Raises DataError."""
     usable = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(data, tools, rule, images))
     prompts = usable.sample(data.train_max_samples, seed if data.shuffle else None)
-    print(f"training prompts: {_read_and_taken(usable, prompts)}")
+    print(f"training prompts: {_read_and_used(usable, prompts)}")
     return PromptStream(prompts, data.prompts_at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
@@ -240,7 +240,7 @@ def load_validation(
     rule: str | None = None,
     images: "ImageReader | None" = None,
 ) -> PromptDataset | None:
-    """Returns the held-out prompts of all files, sampled by `data.val_max_samples` if that is set.
+    """Returns the validation prompts of all files, sampled by `data.val_max_samples` if that is set.
 
     Returns None without files. The sample does not depend on `trainer.seed`, so that runs of different seeds are
     compared on the same prompts. Raises DataError.
@@ -250,14 +250,14 @@ def load_validation(
     parameters = prompt_parameters(data, tools, rule, images)
     usable = PromptDataset.load(data.val_files, tokenizer, parameters, files_apart=True)
     prompts = usable.sample(data.val_max_samples, VALIDATION_SAMPLE)
-    print(f"validation prompts: {_read_and_taken(usable, prompts)}")
+    print(f"validation prompts: {_read_and_used(usable, prompts)}")
     return prompts
 
 
-def _read_and_taken(usable: PromptDataset, taken: PromptDataset) -> str:
-    if taken is usable:
+def _read_and_used(usable: PromptDataset, used: PromptDataset) -> str:
+    if used is usable:
         return str(usable.report)
-    return f"{len(taken)} of {len(usable)}; {usable.report}"
+    return f"{len(used)} of {len(usable)}; {usable.report}"
 
 
 def check_least_scores(estimator: str, reward: RewardConfig, data_sources: Iterable[str]) -> None:

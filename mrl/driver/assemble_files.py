@@ -16,7 +16,7 @@ from mrl.checkpoint.step_folders import Newest
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.ray_folder import remove_own_folders
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import RunConfig, TrainerConfig
 from mrl.config.schema_algorithm import KlControlConfig
 from mrl.driver.assemble_data import Data
@@ -62,9 +62,9 @@ class FilesOrder:
 
         `config_yaml`: as it was given. Raises an error of mrl.errors for unreadable files of the model or the user.
         """
-        held_out = None
+        validation_prompts = None
         if data.val_prompts:
-            held_out = len(data.val_prompts)
+            validation_prompts = len(data.val_prompts)
         found = plug_ins(config)
         return cls(
             config.trainer,
@@ -73,7 +73,7 @@ class FilesOrder:
             data.fingerprint,
             route_bytes(config.actor, model),
             config_yaml,
-            partial(plan_again, config, model, held_out_prompts=held_out),
+            partial(plan_again, config, model, validation_prompts=validation_prompts),
             found,
             sources_of(config, data.fingerprint, data.rows_digest, found),
             config.algorithm.kl_ctrl,

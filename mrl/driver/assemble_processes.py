@@ -15,7 +15,7 @@ from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.scoring import ScorerGroup, ScorerOrder, start_scorers
 from mrl.cluster.seats import Seats, SharedSeats, actor_seats, engine_seats, shared_seats
 from mrl.cluster.weight_sync import WeightSync
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import ModelConfig, ReshardConfig, RunConfig
 from mrl.config.schema_actor import OPTIMIZER
 from mrl.driver.assemble_files import Files

@@ -1,4 +1,4 @@
-"""Runs `mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step, over configured held-out sets."""
+"""Runs `mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step, over configured validation sets."""
 
 import shutil
 import time
@@ -17,8 +17,8 @@ from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.scoring import ScorerOrder, start_scorers
 from mrl.cluster.seats import engine_seats
+from mrl.config.deployment import Deployment
 from mrl.config.load import ResolvedConfig
-from mrl.config.places import Deployment
 from mrl.config.schema import RunConfig, ValSamplingConfig, with_values
 from mrl.data.dataset import PromptDataset
 from mrl.driver.assemble_data import (
@@ -36,7 +36,7 @@ from mrl.driver.validation import Validation, ValidationSettings, answer_and_sco
 from mrl.errors import ConfigError
 from mrl.generate.rollouts import Responder
 from mrl.model import load_model_spec
-from mrl.plan.sample_bytes import held_out_bytes
+from mrl.plan.sample_bytes import validation_bytes
 from mrl.record.console import PlainConsole
 from mrl.record.run_dir import RunDir, json_line, write_text
 from mrl.reward.pool import check_function
@@ -80,7 +80,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stack.enter_context(ray_cluster(deployment, actor=False))
         stores = object_store_sizes(deployment)
         nodes = min(len(stores), config.rollout.num_engines * config.rollout.data_parallel_size) or 1
-        check_object_stores(-(-held_out_bytes(config, len(prompts)) // nodes), stores)
+        check_object_stores(-(-validation_bytes(config, len(prompts)) // nodes), stores)
         stop = StopFlag(grace_of_the_job())
         logs = output / "logs"
         stop.leave_nothing = partial(leave_nothing, logs)
@@ -88,8 +88,8 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stack.enter_context(with_log_tails(logs))
         order = EngineOrder.of(config, load_model_spec(config.model.path), logs)
         if images is not None:
-            held_out = config.data.model_copy(update={"train_files": []})
-            keep_images(images, [prompts], held_out, work / IMAGES)
+            validation_data = config.data.model_copy(update={"train_files": []})
+            keep_images(images, [prompts], validation_data, work / IMAGES)
             order = order.reading_from(work / MODEL, work / IMAGES)
         scorers = ScorerOrder(config.reward, scoring, config.model.path, logs)
         responder = _responder(stack, order, scorers, console, stop)

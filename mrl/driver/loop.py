@@ -17,7 +17,7 @@
     update_actor     the step                           new weights in the actor's ranks      update.py
     settle           what engines have under way        nothing that the sync would disturb   generation.py (drain)
     reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
-    testing          held-out prompts, engines          validation metrics                    validation.py
+    testing          validation prompts, engines        validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
 Between them are the hand-overs of placement.py, if engines and actor take turns on the same devices. Generation is a
@@ -38,7 +38,7 @@ from functools import partial
 
 from mrl.cluster.job import GRACE
 from mrl.cluster.process_logs import processes_of
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.driver.agreement import compare
@@ -83,7 +83,7 @@ def train(run: Run) -> None:
         run.placement.begin(run.state.step)
         compare_with_engines(run)
         if run.state.step == 0 and run.config.trainer.val_before_train:
-            run.record.write(0, held_out_metrics(run) | memory_metrics(run.hosts))
+            run.record.write(0, validation_metrics(run) | memory_metrics(run.hosts))
         run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)
@@ -283,9 +283,9 @@ def sync_engines(run: Run, line: StepLine, step: int) -> None:
 
 
 def validate(run: Run, line: StepLine) -> None:
-    """Answers the held-out prompts."""
+    """Answers the validation prompts."""
     with line.phase("testing"):
-        line.add(held_out_metrics(run))
+        line.add(validation_metrics(run))
 
 
 def write_checkpoint(run: Run, line: StepLine) -> None:
@@ -329,8 +329,8 @@ def due(freq: int, step: int, total_steps: int) -> bool:
     return freq > 0 and (step % freq == 0 or step == total_steps)
 
 
-def held_out_metrics(run: Run) -> dict[str, float]:
-    """Returns metrics of all held-out sets under the engines' weights; empty without held-out prompts."""
+def validation_metrics(run: Run) -> dict[str, float]:
+    """Returns metrics of all validation sets under the engines' weights; empty without validation prompts."""
     if run.val_prompts is None:
         return {}
     run.placement.to_generation()

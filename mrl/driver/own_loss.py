@@ -104,8 +104,8 @@ def _made_up(algorithm: AlgorithmConfig, has_teacher: bool) -> "LossInputs":
         columns["weights"] = torch.ones(mask.shape)
     if has_teacher:
         columns["teacher_log_probs"] = log_probs - 0.3
-        columns["of_teacher_words"] = torch.stack([log_probs - 1, log_probs - 2], -1)
-        columns["of_words"] = torch.stack([current - 2, current - 1], -1)
+        columns["teacher_top_log_probs"] = torch.stack([log_probs - 1, log_probs - 2], -1)
+        columns["top_log_probs"] = torch.stack([current - 2, current - 1], -1)
     return LossInputs(
         current,
         old_log_probs=None if algorithm.on_policy else log_probs - 0.1,

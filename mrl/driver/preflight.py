@@ -27,10 +27,10 @@ from mrl.cluster.prerequisites import (
     follow_head,
     ray_address,
 )
+from mrl.config.deployment import Deployment
 from mrl.config.describe import describe_layout, describe_loss, describe_settings
 from mrl.config.load import ResolvedConfig
 from mrl.config.model_folders import folders_of_weights, model_in, names_of_the_hub, with_model_folders
-from mrl.config.places import Deployment
 from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schedule_rules import schedule_of

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from mrl.config.deployment import image_store
 from mrl.config.load import load_config
-from mrl.config.places import image_store
 from mrl.config.schema import RunConfig, with_values
 from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.driver.replay_views import KEPT, SHOWN_ROWS, Weights, compared_views, fitting, viewed, weights_of

@@ -219,14 +219,14 @@ class SpikeWatch:
                 continue
             # groups of equal values give updates of 0, which must not make other updates unusual
             if len(self._norms) >= SPIKE_LEAST and norm > SPIKE * (usual := float(np.median(self._norms))) > 0:
-                told = _words(number, len(norms), norm, usual, clip_grad)
+                text = _norm_text(number, len(norms), norm, usual, clip_grad)
                 samples = f"its samples: {in_ranges(ids)}; mrl samples shows them"
-                print(f"step {step}: {told}\n  {samples}", flush=True)
-                note(step, f"{told.removeprefix('warning: ')}; {samples}")
+                print(f"step {step}: {text}\n  {samples}", flush=True)
+                note(step, f"{text.removeprefix('warning: ')}; {samples}")
             self._norms.append(norm)
 
 
-def _words(number: int, updates: int, norm: float, usual: float, clip_grad: float) -> str:
+def _norm_text(number: int, updates: int, norm: float, usual: float, clip_grad: float) -> str:
     became = f"actor.optim.clip_grad ({clip_grad:g}) leaves it as it is"
     if 0 < clip_grad < norm:
         became = f"it was clipped to {clip_grad:g} (actor.optim.clip_grad)"

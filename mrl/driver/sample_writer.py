@@ -13,7 +13,7 @@ from mrl.config.schema import RecordConfig
 from mrl.data.samples import Samples
 from mrl.driver.step_batch import StepBatch
 from mrl.errors import EnvironmentFault
-from mrl.process.ray_places import on_node
+from mrl.process.ray_nodes import on_node
 from mrl.record.sample_files import (
     GROUND_TRUTH,
     ROWS_AT_ONCE,

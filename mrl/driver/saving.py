@@ -145,8 +145,8 @@ class Saver:
         self._failed_in_a_row = 0
         self._last_fault = ""  # the reason of the newest failure
         self._taking_s = 0.0
-        self._taken: int | None = None  # step whose copy the ranks hold, before it is written
-        self._taken_bytes = 0  # size of that copy
+        self._copied_step: int | None = None  # step whose copy the ranks hold, before it is written
+        self._copied_bytes = 0  # size of that copy
         self._trainer = trainer
         self._saved = saved
         self._folder = folder
@@ -169,14 +169,14 @@ class Saver:
         checkpoint, training continues. The failure is printed and counted, and existing checkpoints stay.
         """
         previous = self.finished(wait=True)
-        self._taken = None
+        self._copied_step = None
         if self.saved_step == step:
             return previous
         began = time.perf_counter()
         try:
-            self._taken_bytes = self._actor.take_checkpoint()
-            check_disk_space(self._folder, self._taken_bytes + BESIDE_TENSORS)
-            self._taken = step
+            self._copied_bytes = self._actor.take_checkpoint()
+            check_disk_space(self._folder, self._copied_bytes + BESIDE_TENSORS)
+            self._copied_step = step
             self._taking_s = time.perf_counter() - began
         except EnvironmentFault as fault:
             self._count_failure(step, str(fault))
@@ -187,9 +187,9 @@ class Saver:
 
         `metrics`: of its step, in case their line gets lost. Returns the metrics of `finished`.
         """
-        if self._taken != state.step:
+        if self._copied_step != state.step:
             return {}
-        self._taken = None
+        self._copied_step = None
         if state.ahead is not None:
             state.ahead.hold()
         self._writing.begin(state.step, partial(self._write_held, state, dict(metrics or {})))
@@ -265,7 +265,7 @@ class Saver:
         """
         if state.ahead is not None:
             kept_bytes = state.ahead.bytes_to_write(self._saved.token_routes)
-            check_disk_space(self._folder, self._taken_bytes + BESIDE_TENSORS + kept_bytes)
+            check_disk_space(self._folder, self._copied_bytes + BESIDE_TENSORS + kept_bytes)
         folder = self._folder / f"step-{state.step}"
         write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics), self._check)
         for old in superseded(self._folder, state.step, self._trainer.max_actor_ckpt_to_keep):
@@ -317,7 +317,7 @@ class Saver:
             written, facts = self._written_drafts
             name_again(written, hf / DRAFTS_FILE)
         else:
-            check_disk_space(self._folder, self._taken_bytes + BESIDE_TENSORS + self._drafts.own_bytes)
+            check_disk_space(self._folder, self._copied_bytes + BESIDE_TENSORS + self._drafts.own_bytes)
             facts = keep(self._drafts, hf)
         self._written_drafts = self._folder / f"step-{step}" / HF_FOLDER / DRAFTS_FILE, facts
         return facts

@@ -184,8 +184,8 @@ class StepBatch:
         self._handed = []
         seconds: dict[str, float] = {}
         for answer in answers:
-            for phase, taken in answer.seconds.items():
-                seconds[phase] = max(taken, seconds.get(phase, 0.0))
+            for phase, spent in answer.seconds.items():
+                seconds[phase] = max(spent, seconds.get(phase, 0.0))
         return replace(answers[0], seconds=seconds)
 
     def log_probs_of(self, rows: Sequence[int]) -> dict[int, np.ndarray]:

@@ -1,4 +1,5 @@
-"""Answers and scores held-out prompts. It gives metrics, a file with every response, and a few responses for people to
+"""Answers and scores validation prompts. It gives metrics, a file with every response, and a few responses for people
+to
 look at.
 """
 
@@ -26,7 +27,7 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """The settings for answers to held-out prompts."""
+    """The settings for answers to validation prompts."""
 
     responses: int  # for each prompt
     sampling: Sampling
@@ -83,7 +84,7 @@ def record_validation(
 
 
 def answer_and_score(settings: ValidationSettings, responder: Responder, dataset: PromptDataset) -> Validation:
-    """Returns judged responses to all held-out prompts with the engines' weights.
+    """Returns judged responses to all validation prompts with the engines' weights.
 
     Raises DataError if too many rewards failed, EnvironmentFault if too many environments did.
     """

@@ -7,5 +7,5 @@ partner: tools and environments, or an agent (agents.py) that talks to the model
 `receive.FastPath` and `receive.SlowPath` take weights inside vLLM's worker processes. `sleeping.SleepingExtension`
 gives their memory back. These classes use one generation of vLLM through `load_layout.Adapter` (v0_23.py, v0_32.py).
 Files cpu_*.py and forking.py fill gaps of vLLM's CPU build, ascend_wake.py one of vllm-ascend. May import store,
-process, reshard and lower floors. Inside this room `import vllm` means the upstream package.
+process, reshard and lower layers. Inside this package `import vllm` means the upstream package.
 """

@@ -1,12 +1,12 @@
 """Lets a user's agent talk with the model. Its requests to the chat endpoint are what the model reads.
 
     agent's process                 endpoint               session
-    messages  --POST-->             session.ask            its place among what was said before, new tokens, a turn
+    messages  --POST-->             session.ask            its position among what was said before, new tokens, a turn
               <--the model's-----                          sampled
 
 Requests of one session are answered at once, each in a slot of the engine, at most `max_requests` together. All that
 the agent does while none of them is open, until its next request or its end, is a call of the turn that was answered
-last. Messages that the agent repeats keep their tokens (mrl.acting.chat_turns). Where it goes back to an earlier place,
+last. Messages that the agent repeats keep their tokens (mrl.acting.chat_turns). Where it goes back to an earlier point,
 the response continues from there. A repeated request has another answer, and what the conversation goes on from decides
 between them. Other messages begin a branch. The row that is trained has all branches (mrl.schedule.branches) that fit
 into it, the newest first. The turns' calls also record answers that were passed over, branches, and settings that the
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from mrl.acting.agent import AGENT, ENDPOINT, REWARD_KEY, STOP
 from mrl.acting.chat_api import BadRequest, ChatAnswer, ChatImage, ChatMessage, ChatRequest, number_of
 from mrl.acting.chat_text import MOST_CHARACTERS, ChatText, characters
-from mrl.acting.chat_turns import ChatPlace, Move
+from mrl.acting.chat_turns import ChatPosition, Move
 from mrl.acting.dialects import Dialect, ToolTokenizer
 from mrl.acting.environment import Reply
 from mrl.acting.environment_pool import CallAnswer, EnvironmentPool, Session
@@ -154,11 +154,11 @@ class AgentSession:
         self._run: asyncio.Future[CallAnswer] | None = None
         self._sandboxed: Session | None = None  # the sandbox, where the agent runs in one
         self._stop = Path()  # a file whose appearance ends the agent in it
-        self._holds_place = False
+        self._holds_slot = False
         self._talk = AgentTalk(spec.max_turns, spec.max_seconds)
         self._spoken = SpokenTurns(spec.keeps_all_answers)
         self._at_once = asyncio.Semaphore(spec.max_requests)
-        self._reading = 0  # requests whose place and tokens are being found
+        self._reading = 0  # requests whose position and tokens are being found
         self._sampling: set[asyncio.Task[Line]] = set()
         self._changed = asyncio.Event()  # something happened that may end the session
         self._broken: Exception | None = None  # of the engine, or of the store of images
@@ -182,12 +182,12 @@ class AgentSession:
             self._check_is_open()
             self._reading += 1
             try:
-                chat, place, number, new = await self._read(asked)
+                chat, position, number, new = await self._read(asked)
             finally:
                 self._reading -= 1
                 self._changed.set()
             try:
-                return await self._answer(chat, place, number, new)
+                return await self._answer(chat, position, number, new)
             finally:
                 self._changed.set()
 
@@ -225,19 +225,19 @@ class AgentSession:
         if stop is not None:
             raise BadRequest(OVER.format(stop))
 
-    async def _read(self, asked: ChatRequest) -> tuple[ChatRequest, ChatPlace, int, Expanded | None]:
+    async def _read(self, asked: ChatRequest) -> tuple[ChatRequest, ChatPosition, int, Expanded | None]:
         """Reserves a place for a request, and tokenizes what is new in it. Raises BadRequest."""
         try:
             if asked.ids is not None or asked.raw is not None:
                 most = self._agents.spec.max_prompt_length + self._most
                 asked = await asyncio.to_thread(self._agents.text.with_ids, asked, most)
             chat = await asyncio.to_thread(self._whole, asked)  # megabytes of messages take seconds
-            place = self._spoken.place(chat)
-            number = self._spoken.open(chat, place)
+            position = self._spoken.locate(chat)
+            number = self._spoken.open(chat, position)
             try:
-                new = await asyncio.to_thread(self._tokens, chat, place)
+                new = await asyncio.to_thread(self._tokens, chat, position)
                 self._check_is_open()
-                return chat, place, number, new
+                return chat, position, number, new
             except BaseException:
                 self._spoken.drop(number)
                 raise
@@ -269,7 +269,7 @@ class AgentSession:
         images = [image.known for message in messages for image in message.images]
         return self._agents.expanded(ids, images) if images else Expanded(ids)
 
-    def _tokens(self, chat: ChatRequest, place: ChatPlace) -> Expanded | None:
+    def _tokens(self, chat: ChatRequest, position: ChatPosition) -> Expanded | None:
         """Tokenizes what is new in a request: the messages behind a turn, or a prompt; and what the answer begins with.
 
         None stands for messages that are longer than any response. Raises BadRequest.
@@ -277,18 +277,18 @@ class AgentSession:
         text = self._agents.text
         begun = text.begun(chat)
         raw = None
-        if place.messages[-1].role == TOKENS:
-            raw = [int(number) for number in place.messages[-1].content.split()]
+        if position.messages[-1].role == TOKENS:
+            raw = [int(number) for number in position.messages[-1].content.split()]
             if self._agents.eyes is not None and self._agents.eyes.image_token in raw:
                 raise BadRequest("the prompt has tokens of an image, and no image comes with it: send messages")
-        if place.parent is not None:
+        if position.parent is not None:
             if raw is not None:
                 return Expanded(raw)
-            if characters(place.messages) > MOST_CHARACTERS * self._most:
+            if characters(position.messages) > MOST_CHARACTERS * self._most:
                 return None
-            turn = last_turn(self._spoken[place.parent].row)
-            ids = [*text.follow(turn.tolist(), place.messages, chat.tools), *begun]
-            return self._expanded(ids, place.messages)
+            turn = last_turn(self._spoken[position.parent].row)
+            ids = [*text.follow(turn.tolist(), position.messages, chat.tools), *begun]
+            return self._expanded(ids, position.messages)
         most = self._agents.spec.max_prompt_length
         if raw is None:
             self._check_length(chat, most)
@@ -308,24 +308,24 @@ class AgentSession:
                 "data.max_prompt_length allows"
             )
 
-    async def _answer(self, chat: ChatRequest, place: ChatPlace, number: int, new: Expanded | None) -> ChatAnswer:
+    async def _answer(self, chat: ChatRequest, position: ChatPosition, number: int, new: Expanded | None) -> ChatAnswer:
         """Takes a request whose place is reserved, and answers it. Gives the place back where that fails."""
         is_first = not self._spoken.last
         self._take()
         try:
-            line = self._line(place, new)
-            room = self._most - (0 if line.made is None else int(line.made.response_lengths[0]))
-            most = min(room, chat.max_tokens or room)
+            line = self._line(position, new)
+            left = self._most - (0 if line.made is None else int(line.made.response_lengths[0]))
+            most = min(left, chat.max_tokens or left)
             request = going_on(replace(line.request, max_tokens=most), line.made)
-            if place.again:
-                request = replace(request, seed=continuation_seed(request.seed, -place.again))
+            if position.again:
+                request = replace(request, seed=continuation_seed(request.seed, -position.again))
             made = (await self._sampled(request, line, is_first)).made
-            added = int(made.response_lengths[0]) - (self._most - room)
+            added = int(made.response_lengths[0]) - (self._most - left)
             is_cut = bool(made.truncated[0])
             if is_cut and added < most:
                 self._failed("the engine gave the request back, and an agent cannot go on elsewhere")
                 raise BadRequest(OVER.format(self._talk.stop))
-            return self._said(chat, place, number, made, added, is_full=is_cut and added == room)
+            return self._said(chat, position, number, made, added, is_full=is_cut and added == left)
         except BaseException:
             self._spoken.drop(number)
             if self._talk.stop is Stop.CONTEXT:
@@ -341,13 +341,13 @@ class AgentSession:
             self._spoken.acted(OK, self._talk.idle_s(now))
         self._talk = self._talk.asked(now)
 
-    def _line(self, place: ChatPlace, new: Expanded | None) -> Line:
+    def _line(self, position: ChatPosition, new: Expanded | None) -> Line:
         """Appends the new tokens to the turn that they follow, or begins with a prompt. Raises BadRequest where they
         leave no room for an answer, which ends the session.
         """
-        if place.parent is None:
+        if position.parent is None:
             return Line(replace(self._request, prompt_ids=tuple(new.ids), images=tuple(new.images)))
-        before = self._spoken[place.parent]
+        before = self._spoken[position.parent]
         if new is None or int(before.row.response_lengths[0]) + len(new.ids) >= self._most:
             self._talk = self._talk.ended(Stop.CONTEXT)
             raise BadRequest(OVER.format(self._talk.stop))
@@ -372,20 +372,20 @@ class AgentSession:
             self._sampling.discard(task)
 
     def _said(
-        self, chat: ChatRequest, place: ChatPlace, number: int, made: Samples, added: int, is_full: bool
+        self, chat: ChatRequest, position: ChatPosition, number: int, made: Samples, added: int, is_full: bool
     ) -> ChatAnswer:
         """Keeps a turn, and returns it as the client's answer."""
         text = self._agents.text
         turn = last_turn(made).tolist()
         said = text.said(turn, chat, number)
         marks = []
-        if place.move is Move.BRANCHES:
-            marks.append(TurnCall(place.why, "branch"))
+        if position.move is Move.BRANCHES:
+            marks.append(TurnCall(position.why, "branch"))
         marks += [TurnCall(name, "overridden") for name in text.overridden(chat, said, self._sampled_by)]
         has_call = bool(said.calls) or (not chat.wants_calls and text.has_call(turn))
         prompt = made.token_ids[: int(made.lengths[0]) - added].tolist()
         answer = ChatAnswer(number, said, bool(made.truncated[0]), len(prompt), added, tuple(prompt), tuple(turn))
-        self._spoken.add(number, said, made, marks)  # nothing from here on may fail: the place is taken
+        self._spoken.add(number, said, made, marks)  # nothing from here on may fail: the position is taken
         self._talk = self._talk.answered(self._agents.clock(), has_call, is_full)
         return answer
 
@@ -398,7 +398,7 @@ class AgentSession:
         agents = self._agents
         await agents.endpoint.serve()
         await agents.free.acquire()
-        self._holds_place = True
+        self._holds_slot = True
         self._keys = agents.endpoint.open(self)
         context = {
             "url": agents.endpoint.url,
@@ -561,9 +561,9 @@ class AgentSession:
             if not self._run.done():
                 self._stop.touch()
             self._sandboxed.close()
-        if self._holds_place:
+        if self._holds_slot:
             self._agents.free.release()
-            self._holds_place = False
+            self._holds_slot = False
 
 
 def _as_column(made: Samples, stop: Stop) -> Any:

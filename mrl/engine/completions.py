@@ -6,8 +6,8 @@ An example. Version 4 began a response and had made two tokens when the engine w
     spans       0: 4 | 2: 5          version 4 from token 0 on, version 5 from token 2 on
 
 vLLM 0.32's core writes the version on the output of every step when the step ends. The version changes only while no
-step runs. So the border lies exactly where the pause was. 0.23 reports no versions: a request has one version from its
-beginning to its end, and is given back at a pause.
+step runs. So the boundary lies exactly where the pause was. 0.23 reports no versions: a request has one version from
+its beginning to its end, and is given back at a pause.
 """
 
 from dataclasses import replace

@@ -6,7 +6,7 @@
 
 Each request has exactly the token ids of the row so far. Sampled tokens are never decoded and tokenized again. While
 tools work, the engine answers other requests. A row's environment starts while the first turn is sampled. A response
-can be held: at a border of the weights, because the engine gave it back, or because vLLM's processes died. Then the
+can be held: at a weight version boundary, because the engine gave it back, or because vLLM's processes died. Then the
 turn under way is lost. Any engine can continue the response later. Its environment is rebuilt by repeating the
 calls in the row.
 

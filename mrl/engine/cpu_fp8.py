@@ -1,9 +1,9 @@
 """FP8 engines on a CPU: a stand-in that holds what devices hold, and computes in the engine's dtype.
 
-vLLM's own CPU kernels for FP8 need AMX and know only blocks of 128. They also pack words where no sync could write
-them. Here linear layers and experts have the parameters that vLLM makes for such checkpoints. They are words and scales
-in vLLM's shapes, filled by its weight loaders. Each use computes with words times scales, rounded to the engine's
-dtype. A device gives close results and not the same bits, since it also quantises activations.
+vLLM's own CPU kernels for FP8 need AMX and know only blocks of 128. They also pack FP8 values where no sync could write
+them. Here linear layers and experts have the parameters that vLLM makes for such checkpoints. They are FP8 values and
+scales in vLLM's shapes, filled by its weight loaders. Each use computes with FP8 values times scales, rounded to the
+engine's dtype. A device gives close results and not the same bits, since it also quantises activations.
 
 CpuWorker installs it in vLLM's worker processes of quantised engines, and nowhere else. Private in vLLM, and why it is
 touched:
@@ -41,10 +41,10 @@ LEAST_ROWS = 16  # products of fewer rows are computed differently, so a token's
 
 def install() -> None:
     """Makes vLLM's `Fp8Config` choose the stand-ins in this process. A second call changes nothing."""
-    Fp8Config.get_quant_method = stand_in
+    Fp8Config.get_quant_method = quant_method
 
 
-def stand_in(config: Fp8Config, layer: nn.Module, prefix: str) -> Any:
+def quant_method(config: Fp8Config, layer: nn.Module, prefix: str) -> Any:
     """Returns the method of a layer: a stand-in where vLLM quantises, else vLLM's own unquantised method."""
     is_linear = isinstance(layer, LinearBase)
     if not is_linear and not isinstance(layer, RoutedExperts):
@@ -57,7 +57,7 @@ def stand_in(config: Fp8Config, layer: nn.Module, prefix: str) -> Any:
 
 @register_weight_loader_v2_supported_method
 class Fp8Linear(LinearMethodBase):
-    """A linear layer of words and scales, filled by vLLM's own loaders."""
+    """A linear layer of FP8 values and scales, filled by vLLM's own loaders."""
 
     def __init__(self, block: list[int]):
         """`block`: rows and columns of one block."""
@@ -78,11 +78,11 @@ class Fp8Linear(LinearMethodBase):
         layer.weight_block_size = self.block  # vLLM's loaders of fused layers read it
         sizes = (input_size, output_size, input_size_per_partition, output_partition_sizes)
         validate_fp8_block_shape(layer, *sizes, self.block)
-        words = create_fp8_weight_parameter(sum(output_partition_sizes), input_size_per_partition, loader)
+        weights = create_fp8_weight_parameter(sum(output_partition_sizes), input_size_per_partition, loader)
         scales = create_fp8_scale_parameter(
             BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, self.block, loader
         )
-        layer.register_parameter("weight", words)
+        layer.register_parameter("weight", weights)
         layer.register_parameter("weight_scale_inv", scales)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,7 +92,7 @@ class Fp8Linear(LinearMethodBase):
 
 
 class Fp8Experts(Fp8MoEMethod):
-    """Experts of words and scales, computed by the kernel for experts that are not quantised."""
+    """Experts of FP8 values and scales, computed by the kernel for experts that are not quantised."""
 
     def __init__(self, config: Fp8Config, layer: RoutedExperts):
         super(Fp8MoEMethod, self).__init__(layer.moe_config)  # Fp8MoEMethod's own looks for an FP8 kernel, in vain
@@ -105,7 +105,7 @@ class Fp8Experts(Fp8MoEMethod):
         self.unquantized_backend = self.plain.unquantized_backend
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Leaves words and scales as they were loaded, and makes the kernel once."""
+        """Leaves FP8 values and scales as they were loaded, and makes the kernel once."""
         if self.moe_kernel is None:
             self.moe_quant_config = self.plain.get_fused_moe_quant_config(layer)
             self.moe_kernel = make_unquantized_moe_kernel(
@@ -132,8 +132,8 @@ class Fp8Experts(Fp8MoEMethod):
         """Returns the output of the chosen experts for each token, [tokens, hidden]."""
         isa = self.moe_kernel.fused_experts.isa
         packed = [
-            cpu_prepack_moe_weight(dequantised(words, scales, self.weight_block_size, x.dtype), isa)
-            for words, scales in (
+            cpu_prepack_moe_weight(dequantised(weights, scales, self.weight_block_size, x.dtype), isa)
+            for weights, scales in (
                 (layer.w13_weight, layer.w13_weight_scale_inv),
                 (layer.w2_weight, layer.w2_weight_scale_inv),
             )
@@ -153,11 +153,11 @@ class Fp8Experts(Fp8MoEMethod):
         )
 
 
-def dequantised(words: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
-    """Multiplies words [..., rows, columns] with the scales of their blocks in float32, and rounds to `dtype`."""
+def dequantised(weights: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
+    """Multiplies FP8 values [..., rows, columns] with the scales of their blocks in float32, and rounds to `dtype`."""
     for axis in (-2, -1):
-        scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, words.shape[axis])
-    return (words.float() * scales).to(dtype)
+        scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, weights.shape[axis])
+    return (weights.float() * scales).to(dtype)
 
 
 def of_many_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

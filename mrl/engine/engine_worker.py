@@ -22,7 +22,7 @@ from mrl.platforms.addresses import address_environment
 from mrl.platforms.process_memory import host_bytes_used
 from mrl.process.free_ports import free_port
 from mrl.process.own import log_to
-from mrl.process.ray_places import own_places
+from mrl.process.ray_nodes import own_devices
 from mrl.process.same_software import software
 from mrl.schedule.engine_loads import request_limit_of
 from mrl.store.response_store import ResponseBlock
@@ -35,17 +35,17 @@ class EngineWorker:
     conversations = None  # set after the start, if responses have several turns
 
     def __init__(
-        self, settings, log_path: str, places: list[tuple[str, int]] | None = None,
+        self, settings, log_path: str, devices: list[tuple[str, int]] | None = None,
         environment: Mapping[str, str] | None = None, folder: str | None = None,
     ):  # fmt: skip
-        """`places` is the seat's: a device for each worker. `environment` and `folder` belong to the user's command,
+        """`devices` is the seat's: a device for each worker. `environment` and `folder` belong to the user's command,
         for tools and agents.
         """
         from mrl.engine.vllm_engine import VllmEngine
 
         log_to(log_path)
         self.name = settings.name
-        self._places = places
+        self._devices = devices
         os.environ |= address_environment(ray.util.get_node_ip_address())  # inherited by vLLM's own processes
         # vLLM 0.23's coordinator of ranks would ask twice and get one port
         if settings.arguments.get("data_parallel_size", 1) == 1:
@@ -170,11 +170,11 @@ class EngineWorker:
             self.outboxes = Outboxes()  # the clients of its content are gone
         return answer
 
-    def places(self) -> list[tuple[str, int | None]]:
+    def devices(self) -> list[tuple[str, int | None]]:
         """Returns the node, and the device if there is one, of every worker of this engine."""
         return (
-            self._places
-            or own_places()
+            self._devices
+            or own_devices()
             or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
         )
 

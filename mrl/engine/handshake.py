@@ -23,14 +23,14 @@ from mrl.model.vllm_parameters import TargetParameter
 from mrl.reshard.setup import SyncSetup
 
 BASE = 256
-_WORD_BASE = 16  # FP8 words hold these digits exactly
+_WORD_BASE = 16  # FP8 values hold these digits exactly
 UNTOUCHED = -1.0
 SHOWN = 8  # names in one message
 # vLLM's MoE kernels that keep experts as a dialect describes them; others swap halves or shuffle rows
 _KEEPING = ("CPU", "TRITON", "BATCHED_TRITON")
 _TRANSPOSING = ("OOT",)  # kernels outside vLLM's tree, like Ascend's
-# kernels of linear layers that keep FP8 words and scales as loaded; others repack them, or round scales
-_KEEPING_WORDS = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
+# kernels of linear layers that keep FP8 values and scales as loaded; others repack them, or round scales
+_KEEPING_FP8 = ("CutlassFp8BlockScaledMMKernel", "TritonFp8BlockScaledMMKernel")
 
 
 class HandshakeError(RuntimeError):
@@ -80,8 +80,8 @@ def check_engine(
     in_place = written_in_place(targets)
     for backend in sorted(adapter.moe_backends(model)):
         check_backend(backend, _TRANSPOSING if in_place else _KEEPING)
-    for backend in sorted(adapter.word_backends(model)):
-        check_word_backend(backend)
+    for backend in sorted(adapter.fp8_backends(model)):
+        check_fp8_backend(backend)
     check_parameters(model, targets, adapter)
     loaded = [t for t in targets if t.name not in in_place]
     check_loader(model, setup.model, loaded, adapter, setup.fp8_block)
@@ -100,12 +100,12 @@ def check_backend(backend: str, allowed: Sequence[str]) -> None:
         )
 
 
-def check_word_backend(backend: str) -> None:
-    """Raises HandshakeError when an FP8 linear layer would change the words or scales that it gets."""
-    if backend not in _KEEPING_WORDS:
+def check_fp8_backend(backend: str) -> None:
+    """Raises HandshakeError when an FP8 linear layer would change the FP8 values or scales that it gets."""
+    if backend not in _KEEPING_FP8:
         raise HandshakeError(
-            f"vLLM's kernel of linear layers in FP8 is {backend}, which keeps words or scales in a form of its own; "
-            f"allowed: {', '.join(_KEEPING_WORDS)} (rollout.engine_kwargs.vllm.linear_backend, e.g. triton)"
+            f"vLLM's kernel of linear layers in FP8 is {backend}, which keeps FP8 values or scales in a form of its "
+            f"own; allowed: {', '.join(_KEEPING_FP8)} (rollout.engine_kwargs.vllm.linear_backend, e.g. triton)"
         )
 
 
@@ -220,7 +220,7 @@ class _Format:
 
 
 def _format(group: Sequence[TargetParameter]) -> _Format:
-    """Returns the format of a module. FP8 words take digits of a small base.
+    """Returns the format of a module. FP8 values take digits of a small base.
 
     Words and their scales come in one dtype, which the loader converts.
     """
@@ -263,7 +263,7 @@ def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor
                 f"{list(piece.local_box.ranges)} as the plan does"
             )
     if loaded.dtype == getattr(torch, WORD):
-        loaded = loaded.float()  # torch cannot compare FP8 words
+        loaded = loaded.float()  # torch cannot compare FP8 values
     written = (loaded != UNTOUCHED) & (loaded != 0)
     inside = sum(int((hf_block(loaded, piece) != 0).sum()) for piece in target.pieces)
     if covered < prod(target.local_shape) and int(written.sum()) != inside:

@@ -22,7 +22,7 @@ async def fetched(kept: Mapping[int, tuple[ResponseBlock, int]]) -> dict[int, Sa
     """Fetches one row a sample_id, under that id, from references to blocks and rows in them."""
     wanted = list({block for block, _ in kept.values()})
     blocks = dict(zip(wanted, await asyncio.gather(*map(_whole, wanted)), strict=True))
-    rows = {number: blocks[block].rows(slice(place, place + 1)) for number, (block, place) in kept.items()}
+    rows = {number: blocks[block].rows(slice(row, row + 1)) for number, (block, row) in kept.items()}
     return {number: replace(row, sample_id=np.array([number])) for number, row in rows.items()}
 
 

@@ -82,7 +82,7 @@ class Adapter(Protocol):
     def moe_backends(self, model: nn.Module) -> set[str]:
         """Returns the names of the MoE kernels in use; empty for a dense model."""
 
-    def word_backends(self, model: nn.Module) -> set[str]:
+    def fp8_backends(self, model: nn.Module) -> set[str]:
         """Returns the names of the kernels of FP8 linear layers; empty where there are none."""
 
     def attention_backends(self, model: nn.Module) -> set[str]:

@@ -34,7 +34,7 @@ UNTOUCHED = -1.0
 
 
 @dataclass
-class StandInGroup:
+class FakeGroup:
     """The part of vLLM's GroupCoordinator that a model asks for while it is built and loaded."""
 
     world_size: int
@@ -67,15 +67,15 @@ def as_worker(layout: RolloutLayout, worker: int) -> Iterator[None]:
     from vllm.distributed import parallel_state
 
     coords = layout.coords(worker)
-    one = StandInGroup(1, 0)
+    one = FakeGroup(1, 0)
     groups = {
-        "_TP": StandInGroup(layout.tensor, coords.tp),
-        "_DP": StandInGroup(layout.data, coords.dp),
-        "_EP": StandInGroup(layout.workers_per_engine, worker),
+        "_TP": FakeGroup(layout.tensor, coords.tp),
+        "_DP": FakeGroup(layout.data, coords.dp),
+        "_EP": FakeGroup(layout.workers_per_engine, worker),
         "_PP": one,
         "_PCP": one,
         "_DCP": one,
-        "_WORLD": StandInGroup(layout.workers_per_engine, worker),
+        "_WORLD": FakeGroup(layout.workers_per_engine, worker),
     }
     before = {name: getattr(parallel_state, name) for name in groups}
     for name, group in groups.items():
@@ -148,8 +148,8 @@ class _Files(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = torch.empty(self._shapes[name], dtype=self._dtype)
-        words = tensor.view(getattr(torch, f"int{8 * self._dtype.itemsize}"))
-        self._reader.fill(WEIGHT, name, Box.whole(tensor.shape), words.numpy())
+        bits = tensor.view(getattr(torch, f"int{8 * self._dtype.itemsize}"))
+        self._reader.fill(WEIGHT, name, Box.whole(tensor.shape), bits.numpy())
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ _IDENTITY_ROWS = 512  # rows of the identity matrix at a time, so that it stays 
 PART_BYTES = 1 << 21  # experts packed or unpacked at a time: few calls, and they stay in the cache
 _IN_CACHE = 1 << 16  # elements
 _EXPERT_DIMS = 3  # of a parameter: experts, rows, columns
-_WORDS = {2: torch.int16, 4: torch.int32}  # integers by bytes of an element
+_INTEGERS = {2: torch.int16, 4: torch.int32}  # integers by bytes of an element
 
 Pack = Callable[[Tensor, str], Tensor]  # (load layout, instruction set) -> packed
 
@@ -46,11 +46,11 @@ def what_reading_shows(tensor: Tensor) -> Tensor:
     Returns `tensor` itself where it has no such values.
     """
     tiny = torch.finfo(tensor.dtype).tiny
-    words = tensor.view(_WORDS[tensor.element_size()])
-    for part, bits in zip(tensor.view(-1).split(_IN_CACHE), words.view(-1).split(_IN_CACHE), strict=True):
+    integers = tensor.view(_INTEGERS[tensor.element_size()])
+    for part, bits in zip(tensor.view(-1).split(_IN_CACHE), integers.view(-1).split(_IN_CACHE), strict=True):
         small = part.abs() < tiny
         if bool(small.any()) and bool((small & (bits != 0)).any()):
-            return tensor.masked_fill((tensor.abs() < tiny) & (words != 0), 0.0)
+            return tensor.masked_fill((tensor.abs() < tiny) & (integers != 0), 0.0)
     return tensor
 
 
@@ -86,10 +86,10 @@ def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) ->
     """
     numbers = torch.arange(rows * columns, dtype=torch.int32)
     if dtype.itemsize == 4:
-        packed = _packed_words(numbers, (rows, columns), dtype, pack, isa)
+        packed = _packed_bits(numbers, (rows, columns), dtype, pack, isa)
     else:
         low, high = (
-            _packed_words(part.to(torch.int16), (rows, columns), dtype, pack, isa)
+            _packed_bits(part.to(torch.int16), (rows, columns), dtype, pack, isa)
             for part in (numbers & 0x7FFF, numbers >> 15)
         )
         packed = high << 15 | low
@@ -110,8 +110,8 @@ def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) ->
     return order.to(torch.int32)
 
 
-def _packed_words(words: Tensor, shape: tuple[int, int], dtype: torch.dtype, pack: Pack, isa: str) -> Tensor:
-    return pack(words.view(dtype).view(1, *shape), isa).reshape(-1).view(words.dtype).to(torch.int32)
+def _packed_bits(bits: Tensor, shape: tuple[int, int], dtype: torch.dtype, pack: Pack, isa: str) -> Tensor:
+    return pack(bits.view(dtype).view(1, *shape), isa).reshape(-1).view(bits.dtype).to(torch.int32)
 
 
 def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mrl.acting.tool import ToolsSpec, TurnsSpec
-from mrl.config.places import image_store, rollout_layout
+from mrl.config.deployment import image_store, rollout_layout
 from mrl.config.schema import ActorConfig, DataConfig, RolloutConfig, RunConfig
 from mrl.config.schema_rollout import MTP, NGRAM, AgentConfig, SpeculationConfig, TurnsConfig
-from mrl.config.speculation_rules import room
+from mrl.config.speculation_rules import draft_positions
 from mrl.data.dataset import THINKING
 from mrl.data.routes import RouteShape
 from mrl.data.samples import ImageStore, RowImage
@@ -297,7 +297,7 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
     """Returns arguments of AsyncEngineArgs. `rollout.engine_kwargs.vllm` adds to them and wins."""
     rollout = config.rollout
     layout = rollout_layout(config.rollout)
-    max_model_len = config.data.max_prompt_length + config.data.max_response_length + room(rollout)
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length + draft_positions(rollout)
     optional = {
         "enforce_eager": rollout.enforce_eager,
         "enable_chunked_prefill": rollout.enable_chunked_prefill,

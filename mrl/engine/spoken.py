@@ -11,7 +11,7 @@ import numpy as np
 
 from mrl.acting.agent import AGENT
 from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, in_order_of_calls, number_of
-from mrl.acting.chat_turns import ChatPlace, KeptTurns
+from mrl.acting.chat_turns import ChatPosition, KeptTurns
 from mrl.data.samples import Samples, TurnCall, row_images, with_turns
 from mrl.schedule.branches import Branch, as_one_row
 
@@ -76,9 +76,9 @@ class SpokenTurns:
             _ = message.key  # computed here, and kept: of megabytes it takes long
         return asked
 
-    def place(self, asked: ChatRequest) -> ChatPlace:
+    def locate(self, asked: ChatRequest) -> ChatPosition:
         """Returns where a whole request belongs. Raises BadRequest where it has nothing new to answer."""
-        return self._kept.place(asked)
+        return self._kept.locate(asked)
 
     def _with_history(self, asked: ChatRequest) -> ChatRequest:
         """Puts the conversation up to an earlier response in front of the messages, behind their instructions."""
@@ -111,9 +111,9 @@ class SpokenTurns:
         tools = self._kept.tools_of(parent)
         return replace(asked, messages=(*self._kept.history(parent), _tokens(new)), tools=tools)
 
-    def open(self, asked: ChatRequest, place: ChatPlace) -> int:
+    def open(self, asked: ChatRequest, position: ChatPosition) -> int:
         """Reserves a place. Returns its number, which the answer will have."""
-        return self._kept.open(asked, place)
+        return self._kept.open(asked, position)
 
     def drop(self, number: int) -> None:
         """Gives a place back, as if the request had not been made."""
@@ -174,11 +174,11 @@ class SpokenTurns:
         leaves = self._kept.all_leaves if self._keeps_all else self._kept.leaves
         *earlier, last = leaves
         ends = [last]
-        taken = int(self._turns[last].row.response_lengths[0])
+        length = int(self._turns[last].row.response_lengths[0])
         for end in reversed(earlier):
             in_front = int(self._turns[end].row.response_lengths[0]) + int(self._turns[ends[0]].row.prompt_lengths[0])
-            if taken + in_front <= most:
-                taken += in_front
+            if length + in_front <= most:
+                length += in_front
                 ends.insert(0, end)
         return ends, leaves
 
@@ -189,15 +189,15 @@ class SpokenTurns:
         turn. That such answers began a branch is left out.
         """
         own = set(numbers)
-        stays = {} if self._keeps_all else self._kept.passed_over
+        kept = {} if self._keeps_all else self._kept.passed_over
         carried: dict[int, list[TurnCall]] = defaultdict(list)
         for number, turn in self._turns.items():
             if number in own:
                 continue
-            to = stays.get(number, number)
+            to = kept.get(number, number)
             carried[to if to in own else numbers[-1]] += [
                 *(call for call in turn.calls if call.reason != "branch"),
-                *([TurnCall(AGENT, "retry")] if number in stays else []),
+                *([TurnCall(AGENT, "retry")] if number in kept else []),
             ]
         calls = [[*carried[number], *self._turns[number].calls] for number in numbers]
         seconds = [self._turns[number].seconds + sum(call.seconds for call in carried[number]) for number in numbers]

@@ -76,7 +76,7 @@ class CommonAdapter:
         # a vision tower's attention has the name of one of its own here, and no class
         return {backend.get_name() for backend in backends if isinstance(backend, type)}
 
-    def word_backends(self, model: nn.Module) -> set[str]:
+    def fp8_backends(self, model: nn.Module) -> set[str]:
         """Returns the classes of the kernels that vLLM chose for FP8 linear layers; empty on CPU."""
         kernels = (getattr(getattr(layer, "quant_method", None), "fp8_linear", None) for layer in model.modules())
         return {type(kernel).__name__ for kernel in kernels if kernel is not None}

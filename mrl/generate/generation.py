@@ -48,7 +48,7 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _NextBatch:
     """A step's batch."""
 
     numbers: list[int]  # of the batch's groups
@@ -74,15 +74,15 @@ class Generation:
         self._responder = responder
         self.streams = responder.engines.streams()
         kept = state.ahead
-        place = kept.place if kept else PromptCursor(stream.batch_number(state.cursor), state.cursor)
-        self._prompts = NumberedPrompts(stream, place)
+        position = kept.position if kept else PromptCursor(stream.batch_number(state.cursor), state.cursor)
+        self._prompts = NumberedPrompts(stream, position)
         rewards = responder.rewards.for_another()  # validation asks at the same time
         self._groups = JudgedGroups(rules.judge, rewards, schedule.responses, kept)
         self._snapshot = kept  # the newest snapshot
         rules.serve(state, may_go_back=True)
         self._replays = Replays(left, rules.spool, self._prompts, rules.seed, rules.groups_again)
         self._saves = True  # whether a checkpoint has the next weights, so that runs may go back to them
-        first = place.draw * stream.batch_size
+        first = position.draw * stream.batch_size
         buffer = restored(kept.ledger, schedule) if kept else begun_at(state.step, first, schedule)
         self._dispatcher = Dispatcher(buffer, self.streams.names, responder.engines.max_requests)
         self._fleet = responder.engines.fleet
@@ -146,35 +146,35 @@ class Generation:
         """
         with timer("gen"), timer("reward"):  # a line has both, even if nothing is awaited
             pass
-        taken = self._wait(
-            self._taken, lambda: timer("gen" if self._buffer.lacks_responses else "reward"), self._responder.mend
+        batch = self._wait(
+            self._next_batch, lambda: timer("gen" if self._buffer.lacks_responses else "reward"), self._responder.mend
         )
         self._wait_sent()  # a request that came behind its end would run on
-        self._end(taken.ended)
+        self._end(batch.ended)
         with self._changed:
-            samples, results = self._groups.take(taken.numbers)
-            metrics = self._metrics(samples, results, taken.filtered)
-            self._rules.spool.forget(taken.numbers)
-            cursor = self._prompts.after(taken.newest)
+            samples, results = self._groups.take(batch.numbers)
+            metrics = self._metrics(samples, results, batch.filtered)
+            self._rules.spool.forget(batch.numbers)
+            cursor = self._prompts.after(batch.newest)
         return self._rules.judge.rollouts(samples, results, cursor, metrics)
 
-    def _taken(self) -> "_Taken | None":
+    def _next_batch(self) -> "_NextBatch | None":
         self._tell_progress()
         self._check_rewards()
         is_exhausted = self._buffer.is_exhausted
-        taken = self._dispatcher.take()
-        if taken is None:
+        batch = self._dispatcher.take()
+        if batch is None:
             if is_exhausted:
                 raise self._groups.exhausted(self._buffer)
             return None
-        groups, rest, ended = taken
+        groups, rest, ended = batch
         self._forget(rest)
         numbers = [group.number for group in groups]
         newest = self._buffer.next_number - 1 if self._rules.schedule.is_synchronous else max(numbers)
-        told = self._groups.filtered if is_exhausted else self._filtered_before(max(numbers))
-        filtered = [results for number, results in told if number not in numbers]
-        self._groups.filtered = [each for each in self._groups.filtered if each not in told]
-        return _Taken(numbers, newest, ended, filtered)
+        passed_over = self._groups.filtered if is_exhausted else self._filtered_before(max(numbers))
+        filtered = [results for number, results in passed_over if number not in numbers]
+        self._groups.filtered = [each for each in self._groups.filtered if each not in passed_over]
+        return _NextBatch(numbers, newest, ended, filtered)
 
     def _tell_progress(self) -> None:
         """Shows how many responses of the step's groups have arrived, including those of groups filtered for it."""
@@ -269,7 +269,7 @@ class Generation:
             ended = self._dispatcher.advance()
             self._replays.give_up()
             self._rules.serve(state, self._saves)
-            kept = self._taken_snapshot(before, state)
+            kept = self._snapshot_after(before, state)
             self._admit()
             self.streams.progress.resume()
             self._is_settling = False
@@ -282,17 +282,17 @@ class Generation:
     def given_up(self, state: TrainState) -> TrainState:
         """Ends generation. Returns the state with all live groups, even if engines never held its weights.
 
-        Unfinished responses continue from their last border or turn with the weights of `state`. In order, these may be
-        newer than in a run without a lost engine.
+        Unfinished responses continue from their last boundary or turn with the weights of `state`. In order, these may
+        be newer than in a run without a lost engine.
         """
         self.close()
         if state.ahead is not None or not state.step:
             return state
         before = dict(self._buffer.groups)
         self._buffer.advance()
-        return replace(state, ahead=self._taken_snapshot(before, state))
+        return replace(state, ahead=self._snapshot_after(before, state))
 
-    def _taken_snapshot(self, before: Mapping[int, Group], state: TrainState) -> KeptGroups:
+    def _snapshot_after(self, before: Mapping[int, Group], state: TrainState) -> KeptGroups:
         """Takes a snapshot just after the version has changed to that of `state`.
 
         `before`: all groups that existed before.
@@ -301,7 +301,7 @@ class Generation:
         if self._rules.schedule.is_synchronous:  # surplus groups among them belong to no step
             self._groups.filtered = []
         oldest = min([self._buffer.frontier, *(number for number, _ in self._groups.filtered)])
-        place = self._prompts.forget_before(oldest)  # a start with other rewards issues filtered groups again
+        position = self._prompts.forget_before(oldest)  # a start with other rewards issues filtered groups again
         ledger = snapshot(self._buffer)
         self._counted = buffer_metrics(self._buffer)
         self._groups.look_again()
@@ -309,7 +309,7 @@ class Generation:
         made = copies(self._groups.made)
         origin = self._rules.sources.by(state.step, state.weights)
         filtered = tuple(self._groups.filtered)
-        self._snapshot = KeptGroups.of(ledger, place, made, filtered, self._rules.spool, origin)
+        self._snapshot = KeptGroups.of(ledger, position, made, filtered, self._rules.spool, origin)
         if previous is not None:
             previous.release()
         return self._snapshot
@@ -560,10 +560,10 @@ class EngineLosses:
             return error
         self._is_noted = True
         try:
-            words = self._lost.note(self._dispatcher.buffer.step, engines, str(error), self._unfinished(engines))
+            text = self._lost.note(self._dispatcher.buffer.step, engines, str(error), self._unfinished(engines))
         except (OSError, MrlError) as refused:
-            words = f"what they were at is not noted: {described(refused)}"
-        return concerning(Interrupted(f"{error}; {words}" if words else str(error)), *processes_of(error))
+            text = f"what they were at is not noted: {described(refused)}"
+        return concerning(Interrupted(f"{error}; {text}" if text else str(error)), *processes_of(error))
 
     def _unfinished(self, engines: Sequence[str]) -> list[Unfinished]:
         """Returns the unfinished groups of these engines."""

@@ -16,7 +16,7 @@ import ray
 from mrl.checkpoint.group_files import GroupRecord, write_group
 from mrl.cluster.calls import gather_all
 from mrl.data.samples import column_bytes
-from mrl.process.ray_places import on_node
+from mrl.process.ray_nodes import on_node
 from mrl.reward.items import RewardResult
 from mrl.store.response_store import ResponseStore
 from mrl.store.reward_texts import with_texts

@@ -49,7 +49,7 @@ class KeptGroups:
     """
 
     ledger: Ledger
-    place: PromptCursor
+    position: PromptCursor
     groups: Mapping[int, GroupParts]  # by number: those that have a response
     filtered: Sequence[Filtered]  # dropped groups that no step has reported yet
     files: Mapping[int, SpoolFile]  # by number: those of finished groups in the spool
@@ -60,7 +60,7 @@ class KeptGroups:
     def of(
         cls,
         ledger: Ledger,
-        place: PromptCursor,
+        position: PromptCursor,
         groups: Mapping[int, GroupParts],
         filtered: Sequence[Filtered],
         spool: Spool,
@@ -68,7 +68,7 @@ class KeptGroups:
     ) -> "KeptGroups":
         """Makes a snapshot, and pins the files of groups that the ledger has as finished."""
         finished = [group.number for group in ledger.groups if group.state is State.FINISHED]
-        return cls(ledger, place, groups, filtered, spool.pinned(finished), spool, origin)
+        return cls(ledger, position, groups, filtered, spool.pinned(finished), spool, origin)
 
     def hold(self) -> None:
         """Adds a user, until `release`."""
@@ -100,8 +100,8 @@ class KeptGroups:
         files = self.spool.write(folder, self.files, self.groups)
         return {
             "ledger": self.ledger.to_json(),
-            "draw": self.place.draw,
-            "cursor": vars(self.place.cursor),
+            "draw": self.position.draw,
+            "cursor": vars(self.position.cursor),
             "filtered": [[number, _said(results)] for number, results in self.filtered],
             "files": files,
             "sampled_by": asdict(self.origin),
@@ -133,15 +133,15 @@ def read_kept(
     Raises DamagedCheckpoint for a file that differs from what was written, or from the ledger's counts.
     """
     ledger = Ledger.from_json(said["ledger"])
-    told = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
-    filtered = [(number, results) for number, results in told if not any(map(_misleads, results))]
+    recorded = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
+    filtered = [(number, results) for number, results in recorded if not any(map(_misleads, results))]
     why = _differences(said, origin)
     is_judged = not why
     if why:
         if why != [REWARDS]:
             ledger = begun_anew(ledger)
-        _tell_other(folder, why, ledger, len(told))
-        ledger = reissued(ledger, [number for number, _ in told])
+        _log_differences(folder, why, ledger, len(recorded))
+        ledger = reissued(ledger, [number for number, _ in recorded])
         filtered = []
     there = [group for group in ledger.groups if group_file(group.number, group.attempts) in said["files"]]
     reader = _GroupReader(folder, said["files"], spool, is_judged, has_images)
@@ -156,8 +156,8 @@ def read_kept(
     # without tokens, for the step that each was issued for
     ledger = begun_anew(ledger, read.keys() - groups.keys())
     _check_tokens(folder, ledger, groups)
-    place = PromptCursor(said["draw"], DataCursor(**said["cursor"]))
-    return KeptGroups.of(ledger, place, groups, filtered, spool, origin)
+    position = PromptCursor(said["draw"], DataCursor(**said["cursor"]))
+    return KeptGroups.of(ledger, position, groups, filtered, spool, origin)
 
 
 def _differences(said: Mapping[str, Any], origin: SampledBy) -> list[str]:
@@ -169,7 +169,7 @@ def _differences(said: Mapping[str, Any], origin: SampledBy) -> list[str]:
     return differing
 
 
-def _tell_other(folder: Path, why: Sequence[str], ledger: Ledger, filtered: int) -> None:
+def _log_differences(folder: Path, why: Sequence[str], ledger: Ledger, filtered: int) -> None:
     judged = sum(group.tokens > 0 for group in ledger.groups)
     if why == [REWARDS]:
         what = f"of {judged} groups on their way rewards are asked for again, and {filtered} filtered groups are "

@@ -23,18 +23,18 @@ class PromptCursor:
 class NumberedPrompts:
     """Prompts by number, drawn when they are first requested."""
 
-    def __init__(self, stream: PromptStream, place: PromptCursor):
+    def __init__(self, stream: PromptStream, position: PromptCursor):
         self._stream = stream
-        self._next = place
+        self._next = position
         self._begins: dict[int, DataCursor] = {}  # by draw
         self._ends: dict[int, DataCursor] = {}
         self._drawn: dict[int, list[tuple[Prompt, int]]] = {}
 
     def __getitem__(self, number: int) -> tuple[Prompt, int]:
         """Returns the prompt, and the index of its first response in the draw. Raises KeyError for a forgotten one."""
-        draw, place = divmod(number, self._stream.batch_size)
+        draw, position = divmod(number, self._stream.batch_size)
         self._draw_until(draw)
-        return self._drawn[draw][place]
+        return self._drawn[draw][position]
 
     @property
     def draw_size(self) -> int:

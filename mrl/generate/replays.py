@@ -91,6 +91,6 @@ class Replays:
 
     def metrics(self) -> dict[str, float]:
         """Returns metrics of the groups taken since the last call."""
-        taken = self._responses
+        responses = self._responses
         self._responses = 0
-        return {"trainer/replayed_responses": float(taken)}
+        return {"trainer/replayed_responses": float(responses)}

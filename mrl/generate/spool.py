@@ -75,7 +75,7 @@ class _Version:
         return self.lines.origin.version
 
     @property
-    def has_room(self) -> bool:
+    def has_space(self) -> bool:
         return len(self.begun) + len(self.noted) < self.most
 
 
@@ -100,7 +100,7 @@ class Spool:
         self._lock = threading.RLock()
         self._files: dict[int, SpoolFile] = {}  # held by generation
         self._unheld: list[SpoolFile] = []  # files that were not written yet when they should have been removed
-        self._told = False
+        self._warned = False
         self._versions: list[_Version] = []  # in order
         self._served: _Version | None = None  # the version that gets newly finished groups
         self._whole: int | None = None  # version of the newest complete checkpoint, or of the start
@@ -148,7 +148,7 @@ class Spool:
     @property
     def keeps(self) -> bool:
         """Tells whether newly finished groups are kept for a start that goes back to the served weights."""
-        return self._served is not None and self._served.has_room
+        return self._served is not None and self._served.has_space
 
     def put(self, parts: GroupParts) -> None:
         """Begins to write a finished group, unless its file exists or too many are kept. Raises LostLock."""
@@ -364,13 +364,13 @@ class Spool:
         return facts
 
     def _tell(self, fault: Exception) -> None:
-        if not self._told:
+        if not self._warned:
             print(
                 f"warning: {self.folder}: {described(fault)}. Groups are written with checkpoints instead, and a start "
                 "that goes back to one generates its step again",
                 flush=True,
             )
-            self._told = True
+            self._warned = True
 
     def close(self) -> None:
         """Removes all files except those that a later start may use.

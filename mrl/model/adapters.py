@@ -72,9 +72,9 @@ class Lora:
 
 def target_of(weight_name: str) -> str:
     """Returns the target that a checkpoint tensor belongs to; empty if the tensor never has adapters."""
-    words = weight_name.split(".")
-    if words[-1] == "weight" and len(words) > 1 and words[-2] in TARGETS:
-        return words[-2]
+    parts = weight_name.split(".")
+    if parts[-1] == "weight" and len(parts) > 1 and parts[-2] in TARGETS:
+        return parts[-2]
     return ""
 
 
@@ -138,7 +138,7 @@ class Adapted:
     columns: tuple[int, int]
     width: int  # columns of a complete weight
     # (first row in the layer's local weight, first of `rows` when they are joined, how many), in local order
-    places: tuple[tuple[int, int, int], ...]
+    segments: tuple[tuple[int, int, int], ...]
 
     @property
     def is_cut_by_columns(self) -> bool:
@@ -155,8 +155,8 @@ class Adapted:
         """Returns how many rows of a weight this rank has."""
         return sum(stop - start for start, stop in self.rows)
 
-    def place(self, row: int) -> int:
-        """Returns the place of one of a weight's rows among this rank's."""
+    def local_row(self, row: int) -> int:
+        """Returns the index of one of a weight's rows among this rank's rows."""
         before = 0
         for start, stop in self.rows:
             if start <= row < stop:
@@ -233,8 +233,8 @@ def _adapted(target: str, shards: Sequence[Shard], widths: Mapping[str, int]) ->
         next(piece.hf_name for piece in shard.pieces if target_of(piece.hf_name) == target) for shard in shards
     )
     adapted = Adapted(target, names, rows, pieces[0].hf_box.ranges[1], widths[names[0]], ())
-    places = tuple((p.local_box.origin[0], adapted.place(p.hf_box.origin[0]), p.hf_box.shape[0]) for p in pieces)
-    return replace(adapted, places=places)
+    segments = tuple((p.local_box.origin[0], adapted.local_row(p.hf_box.origin[0]), p.hf_box.shape[0]) for p in pieces)
+    return replace(adapted, segments=segments)
 
 
 def _joined(rows: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

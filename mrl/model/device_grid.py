@@ -24,18 +24,18 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 
 __all__ = [
     "ClusterShape",
-    "Place",
-    "actor_places",
+    "DeviceId",
+    "actor_devices",
     "best_assignment",
-    "bundles_of_places",
-    "engine_places",
-    "near_places",
+    "bundles_of_devices",
+    "engine_devices",
+    "near_devices",
     "rank_order",
     "unit_size",
 ]
 
 
-class Place(NamedTuple):
+class DeviceId(NamedTuple):
     """One device: the number of its node, and its number on the node, both from 0."""
 
     node: int
@@ -53,23 +53,23 @@ class ClusterShape:
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
-    def place(self, device: int) -> Place:
+    def device_at(self, device: int) -> DeviceId:
         """Returns the `device`-th device of the cluster. Raises IndexError past its end."""
         if not 0 <= device < self.devices:
             raise IndexError(
                 f"device {device} is outside a cluster of {self.nodes} nodes with {self.devices_per_node} devices"
             )
-        return Place(*divmod(device, self.devices_per_node))
+        return DeviceId(*divmod(device, self.devices_per_node))
 
 
-def actor_places(world_size: int, cluster: ClusterShape) -> tuple[Place, ...]:
+def actor_devices(world_size: int, cluster: ClusterShape) -> tuple[DeviceId, ...]:
     """Returns the device of every actor rank, in rank order. Raises ConfigError when the cluster is too small."""
     if world_size > cluster.devices:
         raise ConfigError(
             f"actor.layout.world_size = {world_size} needs more than the {cluster.devices} devices of "
             f"cluster.nnodes x n_gpus_per_node = {cluster.nodes} x {cluster.devices_per_node}"
         )
-    return tuple(cluster.place(rank) for rank in range(world_size))
+    return tuple(cluster.device_at(rank) for rank in range(world_size))
 
 
 def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
@@ -86,7 +86,7 @@ def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
     )
 
 
-def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0) -> tuple[Place, ...]:
+def engine_devices(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0) -> tuple[DeviceId, ...]:
     """Returns the device of every engine worker, in worker order. `first` is the number of the first usable device.
 
     A unit never spans nodes; devices of a node that are too few for a unit stay idle. Raises ConfigError when the
@@ -94,20 +94,20 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
     """
     size = unit_size(rollout, cluster.devices_per_node)
     per_node = cluster.devices_per_node
-    places: list[Place] = []
+    devices: list[DeviceId] = []
     for _ in range(rollout.num_engines * rollout.workers_per_engine // size):
         if first % per_node + size > per_node:
             first += per_node - first % per_node
         if first + size > cluster.devices:
             raise ConfigError(
                 f"rollout.num_engines = {rollout.num_engines} engines of {rollout.workers_per_engine} workers do not "
-                f"fit: only {len(places)} of {rollout.num_engines * rollout.workers_per_engine} workers found a device "
-                f"on {cluster.nodes} x {per_node}, where {size} have to share a node; give fewer engines or "
+                f"fit: only {len(devices)} of {rollout.num_engines * rollout.workers_per_engine} workers found a "
+                f"device on {cluster.nodes} x {per_node}, where {size} have to share a node; give fewer engines or "
                 "more nodes"
             )
-        places += [cluster.place(first + i) for i in range(size)]
+        devices += [cluster.device_at(first + i) for i in range(size)]
         first += size
-    return tuple(places)
+    return tuple(devices)
 
 
 def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
@@ -131,14 +131,14 @@ def _bundles_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
     return bundles
 
 
-def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[int, ...]:
+def bundles_of_devices(devices: Sequence[DeviceId], nodes: Sequence[str]) -> tuple[int, ...]:
     """Returns the bundle of each place, given the node of each bundle.
 
     Devices of one planned node are on one real node, which may also have those of another planned node. Raises
     EnvironmentFault when Ray provides them in other portions than the layout needs.
     """
     left = _bundles_by_node(nodes)
-    wanted = Counter(place.node for place in places)
+    wanted = Counter(device.node for device in devices)
     bundles: dict[int, list[int]] = {}
     for planned, size in sorted(wanted.items(), key=lambda item: (-item[1], item[0])):
         fitting = [node for node in left if len(left[node]) >= size]
@@ -146,8 +146,8 @@ def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[in
             raise EnvironmentFault(_other_portions(wanted, Counter(nodes)))
         node = min(fitting, key=lambda name: (len(left[name]), name))
         bundles[planned], left[node] = left[node][:size], left[node][size:]
-    taken = {planned: iter(indices) for planned, indices in bundles.items()}
-    return tuple(next(taken[place.node]) for place in places)
+    free = {planned: iter(indices) for planned, indices in bundles.items()}
+    return tuple(next(free[device.node]) for device in devices)
 
 
 def _other_portions(wanted: Counter[int], found: Counter[str]) -> str:
@@ -160,38 +160,38 @@ def _other_portions(wanted: Counter[int], found: Counter[str]) -> str:
     )
 
 
-def near_places(
+def near_devices(
     train: TrainLayout,
     rollout: RolloutLayout,
-    ranks: Sequence[Place],
-    workers: Sequence[Place],
+    ranks: Sequence[DeviceId],
+    workers: Sequence[DeviceId],
     ascending: bool = False,
-) -> tuple[Place, ...]:
+) -> tuple[DeviceId, ...]:
     """Returns the places of all workers in worker order, with those of one engine permuted within each node.
 
     `ascending`: devices of one tensor group keep their order. A process of Ascend sees the devices of
     ASCEND_RT_VISIBLE_DEVICES, which CANN accepts in ascending order only. Data-parallel ranks are processes of their
     own and are exchanged as a whole.
     """
-    rank_at = {place: rank for rank, place in enumerate(ranks)}
+    rank_at = {device: rank for rank, device in enumerate(ranks)}
     together = 1
     if ascending:
         together = rollout.tensor
 
     def gain(unit: range, at: range) -> int:
-        pairs = ((worker, rank_at.get(workers[place])) for worker, place in zip(unit, at, strict=True))
+        pairs = ((worker, rank_at.get(workers[index])) for worker, index in zip(unit, at, strict=True))
         return sum(_overlap(train, rollout, rank, worker) for worker, rank in pairs if rank is not None)
 
-    places = list(workers)
+    devices = list(workers)
     for units in _exchangeable(rollout, workers, together):
         scale = len(units) + 1  # keeping the place of a unit is worth less than any overlap
         order = best_assignment([[gain(unit, at) * scale + (unit == at) for at in units] for unit in units])
         for unit, column in zip(units, order, strict=True):
-            places[unit.start : unit.stop] = [workers[at] for at in units[column]]
-    return tuple(places)
+            devices[unit.start : unit.stop] = [workers[at] for at in units[column]]
+    return tuple(devices)
 
 
-def _exchangeable(rollout: RolloutLayout, workers: Sequence[Place], together: int) -> list[list[range]]:
+def _exchangeable(rollout: RolloutLayout, workers: Sequence[DeviceId], together: int) -> list[list[range]]:
     """Returns groups of units of `together` workers that may be exchanged: of one engine, on one node."""
     groups: dict[tuple[int, int], list[range]] = {}
     for first in range(0, len(workers), together):

@@ -18,7 +18,7 @@ from mrl.model.registry import read_hf_config
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _JOIN = "fc.weight"
-_WORDS = "d2t"
+_TO_TARGET = "d2t"
 _STATES = 3  # that a head joins which does not say how many
 _COUNTS = ("vocab_size", "hidden_size")
 _HEADS = 32  # of transformers' LlamaConfig that says nothing
@@ -115,11 +115,11 @@ def _file_faults(folder: Path, config: dict[str, Any], model: ModelSpec) -> Iter
         yield "it has no safetensors files, and pickled ones are not read"
         return
     shapes = {name: tensor.shape for name, tensor in checkpoint_tensors(folder).items()}
-    words = config.get("draft_vocab_size") or model.vocab_size
+    vocab_size = config.get("draft_vocab_size") or model.vocab_size
     wanted = {_JOIN: (config["hidden_size"], _joined(config) * model.hidden_size)}
-    wanted["lm_head.weight"] = (words, config["hidden_size"])
-    if words != model.vocab_size:
-        wanted[_WORDS] = (words,)
+    wanted["lm_head.weight"] = (vocab_size, config["hidden_size"])
+    if vocab_size != model.vocab_size:
+        wanted[_TO_TARGET] = (vocab_size,)
     for name, shape in wanted.items():
         if shapes.get(name) != shape:
             found = f"has shape {list(shapes[name])}" if name in shapes else "is missing"

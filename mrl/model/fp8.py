@@ -17,23 +17,23 @@ _FRACTION_BITS = 3
 _BIAS = 7
 
 
-def bfloat16_words(
+def bfloat16_bits(
     codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], first: tuple[int, int] = (0, 0)
 ) -> np.ndarray:
     """Returns the bfloat16 numbers of a box of a matrix, as integers of 16 bits.
 
     `codes`: e4m3 as bytes [rows, columns]. `scales`: of the whole matrix. `first`: the box's origin in it.
     """
-    words = np.empty(codes.shape, np.uint16)
+    bits = np.empty(codes.shape, np.uint16)
     for rows, block_row in _parts(first[0], codes.shape[0], block[0]):
         for columns, block_column in _parts(first[1], codes.shape[1], block[1]):
             of_block = nearest_bfloat16(_VALUES * np.float32(scales[block_row, block_column]))
-            words[rows, columns] = of_block[codes[rows, columns]]
-    return words
+            bits[rows, columns] = of_block[codes[rows, columns]]
+    return bits
 
 
 def _parts(first: int, count: int, block: int) -> Iterator[tuple[slice, int]]:
-    """Splits `count` rows from row `first` on at borders of blocks. Yields rows, and the block's number."""
+    """Splits `count` rows from row `first` on at boundaries of blocks. Yields rows, and the block's number."""
     for number in range(first // block, -(-(first + count) // block)):
         start = max(number * block, first)
         stop = min((number + 1) * block, first + count)
@@ -42,9 +42,9 @@ def _parts(first: int, count: int, block: int) -> Iterator[tuple[slice, int]]:
 
 def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
     """Rounds float32 to the nearest bfloat16, as integers of 16 bits. Ties go to even."""
-    words = values.view(np.uint32)
-    is_odd = (words >> 16) & 1
-    return ((words + 0x7FFF + is_odd) >> 16).astype(np.uint16)
+    bits = values.view(np.uint32)
+    is_odd = (bits >> 16) & 1
+    return ((bits + 0x7FFF + is_odd) >> 16).astype(np.uint16)
 
 
 def _values() -> np.ndarray:

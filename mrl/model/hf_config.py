@@ -358,15 +358,15 @@ def pad_token_id(config: HfConfig) -> int | None:
     Families of transformers pass it to torch.nn.Embedding, which counts negative numbers from the vocabulary's end.
     Raises ConfigError for a number outside of the vocabulary, with which transformers cannot make the model.
     """
-    token, words = config.get("pad_token_id"), required(config, "vocab_size")
+    token, vocab_size = config.get("pad_token_id"), required(config, "vocab_size")
     if token is None:
         return None
-    if type(token) is not int or not -words <= token < words:
+    if type(token) is not int or not -vocab_size <= token < vocab_size:
         raise ConfigError(
-            f"config.json: pad_token_id = {shown(token)}: must be null or a whole number from {-words} to {words - 1} "
-            "(vocab_size - 1), because transformers' embedding has no such row otherwise"
+            f"config.json: pad_token_id = {shown(token)}: must be null or a whole number from {-vocab_size} "
+            f"to {vocab_size - 1} (vocab_size - 1), because transformers' embedding has no such row otherwise"
         )
-    return token % words
+    return token % vocab_size
 
 
 # Largest allowed values of whole-number fields, far above those of any model.

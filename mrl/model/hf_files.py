@@ -262,13 +262,13 @@ def _head_problems(path: str | Path, model: ModelSpec) -> list[str]:
     """Returns why a stored output layer is not that of a model that ties it to its embeddings."""
     if not model.tie_word_embeddings:
         return []
-    places = {}
+    stored_in = {}
     for file in weight_files(Path(path)):
         for key, stored in read_safetensors_header(file).items():
             for inner in inner_tensors(model, key, stored.shape):
                 if inner.name in (EMBEDDING, HEAD):
-                    places[inner.name] = (file, stored)
-    if len(places) < 2 or same_bytes(*places.values()):
+                    stored_in[inner.name] = (file, stored)
+    if len(stored_in) < 2 or same_bytes(*stored_in.values()):
         return []
     return [
         f"{HEAD} differs from {EMBEDDING} though config.json says tie_word_embeddings: vLLM ties them and transformers "

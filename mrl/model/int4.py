@@ -68,6 +68,6 @@ def bfloat16_rows(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return nearest_bfloat16(values.astype(np.float32) * of_columns)
 
 
-def bfloat16_as_float32(words: np.ndarray) -> np.ndarray:
+def bfloat16_as_float32(bits: np.ndarray) -> np.ndarray:
     """Returns float32 numbers of bfloat16 ones, which are given as integers of 16 bits."""
-    return (words.astype(np.uint32) << 16).view(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -162,7 +162,7 @@ def _lists(d: LayoutDegrees, m: ModelFacts) -> Iterable[tuple[int, ...]]:
 def _with_inner_layers(listed: Sequence[int]) -> tuple[int, ...]:
     """Moves a layer of the fullest chunk to each empty inner chunk of `listed`."""
     counts = list(listed)
-    for empty in (place for place in range(1, len(counts) - 1) if counts[place] == 0):
+    for empty in (stage for stage in range(1, len(counts) - 1) if counts[stage] == 0):
         counts[counts.index(max(counts))] -= 1
         counts[empty] = 1
     return tuple(counts)

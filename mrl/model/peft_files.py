@@ -87,17 +87,17 @@ def _digest_of(files: Iterable[Path], begins: str | tuple[str, ...] = "") -> str
     tensors = {}
     for file in files:
         header = read_safetensors_header(file)
-        tensors |= {name: (file, place) for name, place in header.items() if name.startswith(begins)}
-    for name, (file, place) in sorted(tensors.items()):
-        digest.update(f"{name} {place.dtype} {place.shape}".encode())
-        digest.update(_first_bytes(file, place))
+        tensors |= {name: (file, tensor) for name, tensor in header.items() if name.startswith(begins)}
+    for name, (file, tensor) in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(_first_bytes(file, tensor))
     return digest.hexdigest()
 
 
-def _first_bytes(file: Path, place: TensorBytes) -> bytes:
+def _first_bytes(file: Path, tensor: TensorBytes) -> bytes:
     handle = open_regular(file)
     try:
-        return os.pread(handle, min(_READ_OF_EACH, place.stop - place.start), place.start)
+        return os.pread(handle, min(_READ_OF_EACH, tensor.stop - tensor.start), tensor.start)
     finally:
         os.close(handle)
 
@@ -155,7 +155,7 @@ def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, Ten
     folder = Path(folder)
     _check_config(folder / CONFIG, lora)
     stored = read_safetensors_header(folder / WEIGHTS)
-    found = {_own_name(name, model): place for name, place in stored.items()}
+    found = {_own_name(name, model): tensor for name, tensor in stored.items()}
     wanted = adapter_shapes(model, lora)
     _refuse_names_inside(folder / WEIGHTS, found)
     odd = sorted(found.keys() ^ wanted.keys())
@@ -167,8 +167,8 @@ def read_peft(folder: str | Path, model: ModelSpec, lora: Lora) -> dict[str, Ten
             f"({len(odd)} differ): {shown}{' ...' if len(odd) > _SHOWN else ''}; give the adapter's own "
             "target_modules and model"
         )
-    for name, place in found.items():
-        _check_numbers(folder / WEIGHTS, name, place)
+    for name, tensor in found.items():
+        _check_numbers(folder / WEIGHTS, name, tensor)
     return found
 
 
@@ -184,16 +184,16 @@ def _refuse_names_inside(file: Path, names: Iterable[str]) -> None:
         )
 
 
-def _check_numbers(file: Path, name: str, place: TensorBytes) -> None:
+def _check_numbers(file: Path, name: str, tensor: TensorBytes) -> None:
     """Raises ConfigError for a factor that is no floating-point tensor, or has a number that is not finite."""
-    if place.dtype not in _EXPONENTS:
-        raise ConfigError(f"{file}: {name} is {place.dtype}, and factors are {', '.join(_EXPONENTS)}")
-    kind, exponent = _EXPONENTS[place.dtype]
+    if tensor.dtype not in _EXPONENTS:
+        raise ConfigError(f"{file}: {name} is {tensor.dtype}, and factors are {', '.join(_EXPONENTS)}")
+    kind, exponent = _EXPONENTS[tensor.dtype]
     handle = open_regular(file)
     try:
-        for start in range(place.start, place.stop, MIB):
-            words = np.frombuffer(os.pread(handle, min(MIB, place.stop - start), start), kind)
-            if ((words & exponent) == exponent).any():
+        for start in range(tensor.start, tensor.stop, MIB):
+            bits = np.frombuffer(os.pread(handle, min(MIB, tensor.stop - start), start), kind)
+            if ((bits & exponent) == exponent).any():
                 raise ConfigError(f"{file}: {name} has numbers that are not finite; the adapter is damaged")
     finally:
         os.close(handle)

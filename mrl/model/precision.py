@@ -14,7 +14,7 @@ class Precision:
     moments: int = 2 * _FLOAT32
     host_share: float = 0.0  # share of Adam that Megatron's hybrid optimizer keeps on the host
     # the device keeps float32 weights in addition to those on the host: without use_precision_aware_optimizer
-    masters_stay: bool = True
+    keeps_masters: bool = True
 
     @property
     def master(self) -> int:
@@ -27,7 +27,7 @@ class Precision:
     def adam(self) -> float:
         """Bytes of master weights and moments on the device."""
         staying = 0.0
-        if self.masters_stay:
+        if self.keeps_masters:
             staying = self.master
         return (self.master + self.moments) * (1 - self.host_share) + staying * self.host_share
 

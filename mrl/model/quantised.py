@@ -1,17 +1,17 @@
 """Weights that engines hold in FP8, by blocks, while the actor trains them in bfloat16 (rollout.quantization: fp8).
 
-A matrix becomes words (e4m3) of the same shape, and one float32 scale for each block of words. Blocks are counted from
-the first row and column of the checkpoint's matrix. The last ones may be smaller. Words and scales are separate
-tensors, as in checkpoints that vLLM loads. They are planned, sent, digested and read back like other weights.
+A matrix becomes FP8 values (e4m3) of the same shape, and one float32 scale for each block of FP8 values. Blocks are
+counted from the first row and column of the checkpoint's matrix. The last ones may be smaller. Words and scales are
+separate tensors, as in checkpoints that vLLM loads. They are planned, sent, digested and read back like other weights.
 
-    q_proj.weight             [2048, 1024] words
-    q_proj.weight_scale_inv   [16, 8]      one for 128 x 128 words
+    q_proj.weight             [2048, 1024] FP8 values
+    q_proj.weight_scale_inv   [16, 8]      one for 128 x 128 FP8 values
 
 A block's scale depends on all its elements. So no rank or worker may hold a part of a block: each cut of a quantised
 weight lies between blocks. quantised_shards.py names the first cut that does not.
 
-Linear layers and experts multiply with words. Embeddings, output layers, norms, biases and routers are not quantised.
-vLLM's own loader expects the same of these families.
+Linear layers and experts multiply with FP8 values. Embeddings, output layers, norms, biases and routers are not
+quantised. vLLM's own loader expects the same of these families.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ _CUT = ("heads", "rows", "columns")  # splits of linear layers and experts; rout
 
 
 def is_quantised(weight: Weight) -> bool:
-    """Tells whether FP8 engines hold a weight as words and scales."""
+    """Tells whether FP8 engines hold a weight as FP8 values and scales."""
     return (weight.vllm_split or weight.split) in _CUT and all(
         part.matmul and len(part.shape) == 2 for part in weight.parts
     )
@@ -46,7 +46,7 @@ def is_quantised(weight: Weight) -> bool:
 def quantised_faults(model: ModelSpec) -> Iterator[str]:
     """Yields the reasons why a model cannot be held in FP8."""
     if model.is_latent:
-        yield "decoding multiplies with copies of latent projections, which no read-back compares with words"
+        yield "decoding multiplies with copies of latent projections, which no read-back compares with FP8 values"
     if model.clamped_experts:
         yield "experts with biases have no form in FP8 here"
     if model.is_hybrid:
@@ -55,7 +55,7 @@ def quantised_faults(model: ModelSpec) -> Iterator[str]:
 
 @cache
 def quantised_tensors(model: ModelSpec) -> frozenset[str]:
-    """Returns names of the checkpoint's matrices that engines hold as words."""
+    """Returns names of the checkpoint's matrices that engines hold as FP8 values."""
     names: set[str] = set()
     for layer in range(model.all_layers):
         for weight, expert in per_expert(weight_map(model).layer(layer).hf, range(model.num_experts)):
@@ -65,15 +65,15 @@ def quantised_tensors(model: ModelSpec) -> frozenset[str]:
 
 
 def with_scales(model: ModelSpec, block: int) -> tuple[TensorSpec, ...]:
-    """Returns the tensors of an FP8 checkpoint: all tensors of the model, then the scales of those that are words.
+    """Returns the tensors of an FP8 checkpoint: all tensors of the model, then the scales of those that are FP8 values.
 
     `block` 0: nothing is quantised.
     """
     specs = tensor_specs(model)
     if not block:
         return specs
-    words = quantised_tensors(model)
-    scales = (replace(s, name=s.name + SCALES, shape=blocks(s.shape, block)) for s in specs if s.name in words)
+    quantised = quantised_tensors(model)
+    scales = (replace(s, name=s.name + SCALES, shape=blocks(s.shape, block)) for s in specs if s.name in quantised)
     return (*specs, *scales)
 
 
@@ -122,7 +122,7 @@ def slice_fault(local: Slice, block: int) -> str:
     """Describes the part of a slice that begins or ends within a block; empty if there is none."""
     for each in local.blocks:
         if not has_whole_blocks(each.hf_box, each.part.shape, each.local_box, local.shape, block):
-            return cut_in_words(each.part.name, each.hf_box)
+            return cut_text(each.part.name, each.hf_box)
     return ""
 
 
@@ -134,7 +134,7 @@ def has_whole_blocks(hf_box: Box, shape: Sequence[int], local_box: Box, local_sh
     return all(_is_whole(*side, block) for side in sides)
 
 
-def cut_in_words(name: str, hf_box: Box) -> str:
+def cut_text(name: str, hf_box: Box) -> str:
     """Describes the part of a matrix that a cut produces."""
     rows, columns = hf_box.ranges
     return f"{name} is cut to rows {rows[0]} to {rows[1]} and columns {columns[0]} to {columns[1]}"

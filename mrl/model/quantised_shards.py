@@ -12,7 +12,7 @@ from mrl.model.megatron_shards import Piece, Shard, megatron_slice, source_shard
 from mrl.model.quantised import (
     SCALES,
     blocks,
-    cut_in_words,
+    cut_text,
     has_whole_blocks,
     in_blocks,
     is_quantised,
@@ -26,7 +26,7 @@ from mrl.model.weight_map import Slice, Weight
 
 
 def sent_shards(model: ModelSpec, layout: TrainLayout, rank: int, block: int) -> tuple[Shard, ...]:
-    """Returns the shards that one rank sends: its parameters, and the scales of those that it sends as words.
+    """Returns the shards that one rank sends: its parameters, and the scales of those that it sends as FP8 values.
 
     `block` 0: nothing is quantised. Scales are not parameters: the rank keeps them from one sync to the next. They name
     no replicas, because they follow from weights that are compared themselves. Raises ConfigError if a cut goes through
@@ -35,18 +35,18 @@ def sent_shards(model: ModelSpec, layout: TrainLayout, rank: int, block: int) ->
     shards = source_shards(model, layout, rank)
     if not block:
         return shards
-    words = quantised_tensors(model)
-    return (*shards, *(_scales_of(model, shard, block) for shard in shards if _has_words(shard, words)))
+    quantised = quantised_tensors(model)
+    return (*shards, *(_scales_of(model, shard, block) for shard in shards if _is_quantised(shard, quantised)))
 
 
-def word_count(model: ModelSpec, layout: TrainLayout, rank: int) -> int:
-    """Returns the number of elements on one rank that engines hold as words."""
-    words = quantised_tensors(model)
-    return sum(prod(s.local_shape) for s in source_shards(model, layout, rank) if _has_words(s, words))
+def fp8_count(model: ModelSpec, layout: TrainLayout, rank: int) -> int:
+    """Returns the number of elements on one rank that engines hold in FP8."""
+    quantised = quantised_tensors(model)
+    return sum(prod(s.local_shape) for s in source_shards(model, layout, rank) if _is_quantised(s, quantised))
 
 
-def _has_words(shard: Shard, words: frozenset[str]) -> bool:
-    return bool(shard.pieces) and shard.pieces[0].hf_name in words
+def _is_quantised(shard: Shard, quantised: frozenset[str]) -> bool:
+    return bool(shard.pieces) and shard.pieces[0].hf_name in quantised
 
 
 def _scales_of(model: ModelSpec, shard: Shard, block: int) -> Shard:
@@ -55,7 +55,7 @@ def _scales_of(model: ModelSpec, shard: Shard, block: int) -> Shard:
     for piece in shard.pieces:
         where = (piece.hf_box, shapes[piece.hf_name], piece.local_box, shard.local_shape)
         if not has_whole_blocks(*where, block):
-            raise ConfigError(f"rollout.quantization: {cut_in_words(piece.hf_name, piece.hf_box)}, within a block")
+            raise ConfigError(f"rollout.quantization: {cut_text(piece.hf_name, piece.hf_box)}, within a block")
         boxes = (in_blocks(box, block) for box in (piece.hf_box, piece.local_box))
         pieces.append(Piece(piece.hf_name + SCALES, *boxes))
     return replace(
@@ -101,8 +101,8 @@ def _first_fault(
         count = experts if weight.is_expert else dense
         for index in range(count if is_quantised(weight) else 0):
             if fault := slice_fault(slice_of(weight, count, index), block):
-                words = f"{fault} on {who}, {count} of which share it"
-                return words.replace("{layer}", "0").replace("{expert}", "0")
+                text = f"{fault} on {who}, {count} of which share it"
+                return text.replace("{layer}", "0").replace("{expert}", "0")
     return ""
 
 

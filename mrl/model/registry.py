@@ -306,19 +306,19 @@ def stop_token_ids(folder: str | Path) -> tuple[int, ...]:
     EnvironmentFault for a file that cannot be read, and for what is no token of the model.
     """
     found: set[int] = set()
-    words = inf
+    vocab_size = inf
     for name in ("config.json", "generation_config.json"):
         file = Path(folder) / name
         if not file.exists():
             continue
         settings = own_config(read_settings(file, TEXT_BYTES))
-        words = settings.get("vocab_size", words)
+        vocab_size = settings.get("vocab_size", vocab_size)
         given = settings.get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
-        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < words]:
+        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < vocab_size]:
             raise EnvironmentFault(
                 f"{file}: eos_token_id has {wrong[0]!r}, which is no token of the model: whole numbers from 0, below "
-                f"vocab_size {words}; it is the number of the token that ends a response, or a list of such"
+                f"vocab_size {vocab_size}; it is the number of the token that ends a response, or a list of such"
             )
         found.update(ids)
     return tuple(sorted(found))

@@ -14,7 +14,7 @@ from mrl.model.weight_map import DRAFTING
 
 Arrays = dict[str, np.ndarray]
 # packed_modules_mapping: a module of the checkpoint -> the fused module, and its position there
-_FUSED_MLP = {f"{x}_proj": ("gate_up_proj", place) for place, x in enumerate(("gate", "up"))}
+_FUSED_MLP = {f"{x}_proj": ("gate_up_proj", part) for part, x in enumerate(("gate", "up"))}
 # for gated delta attention with separate projections
 _FUSED_KINDS = {
     "in_proj_qkv": ("in_proj_qkvz", 0),
@@ -22,7 +22,7 @@ _FUSED_KINDS = {
     "in_proj_b": ("in_proj_ba", 0),
     "in_proj_a": ("in_proj_ba", 1),
 }
-_FUSED = {**{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")}, **_FUSED_MLP}
+_FUSED = {**{f"{x}_proj": ("qkv_proj", part) for part, x in enumerate("qkv")}, **_FUSED_MLP}
 # for latent attention with a latent of queries; without it nothing is fused
 _FUSED_LATENTS = {"q_a_proj": ("fused_qkv_a_proj", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1), **_FUSED_MLP}
 _VOCABULARY = ("embed_tokens", "lm_head")
@@ -59,7 +59,7 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
     for name, tensor in hf.items():
         if ".experts." not in name:  # scales of a matrix in FP8 are cut as its rows and columns are
             *path, module, leaf = name.split(".")
-            fused, place = _fused(model).get(module, (module, 0))
+            fused, part = _fused(model).get(module, (module, 0))
             if path[:2] == _TOWER:  # each worker has the whole of it (mm_encoder_tp_mode: data)
                 path = path[1:]
                 local = tensor
@@ -74,11 +74,11 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
                 local = _cut(tensor, rollout.tensor, tp)
             else:
                 local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
-            words = [_RENAMED.get(model.family, {}).get(word, word) for word in (*path, fused, leaf)]
-            slices[".".join(words)][place] = local
+            names = [_RENAMED.get(model.family, {}).get(name, name) for name in (*path, fused, leaf)]
+            slices[".".join(names)][part] = local
     parameters = {}
     for name, parts in slices.items():
-        parameters[name] = np.concatenate([parts[place] for place in sorted(parts)])
+        parameters[name] = np.concatenate([parts[part] for part in sorted(parts)])
     names = _EXPERTS.get(model.family, _PLAIN_EXPERTS)
     for prefix in sorted({name.split(".experts.")[0] + ".experts." for name in hf if ".experts." in name}):
         if model.family == "gpt_oss":
@@ -95,12 +95,12 @@ def _in_drafting_model(name: str, model: ModelSpec) -> str:
     """
     if name.startswith("mtp."):
         return DRAFTING + name.removeprefix("mtp.")
-    words = name.split(".")
-    if words[1] != "layers" or int(words[2]) < model.num_layers:
+    names = name.split(".")
+    if names[1] != "layers" or int(names[2]) < model.num_layers:
         return name
-    if words[3] not in ("enorm", "hnorm", "eh_proj", "shared_head"):
-        words.insert(3, "mtp_block")
-    return ".".join((DRAFTING.rstrip("."), *words))
+    if names[3] not in ("enorm", "hnorm", "eh_proj", "shared_head"):
+        names.insert(3, "mtp_block")
+    return ".".join((DRAFTING.rstrip("."), *names))
 
 
 def _fused_part(module: str, tensor: np.ndarray, model: ModelSpec, tp: int, size: int) -> np.ndarray:

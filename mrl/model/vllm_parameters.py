@@ -150,12 +150,12 @@ class _Worker:
             for weight in weights.layer(layer).vllm:
                 parameter = self._parameter(weight, layer)
                 if self.fp8_block and is_quantised(weight):
-                    yield from self._words_and_scales(parameter, weight)
+                    yield from self._fp8_and_scales(parameter, weight)
                 else:
                     yield parameter
         yield from (self._parameter(weight, None) for weight in weights.ends)
 
-    def _words_and_scales(self, parameter: TargetParameter, weight: Weight) -> tuple[TargetParameter, TargetParameter]:
+    def _fp8_and_scales(self, parameter: TargetParameter, weight: Weight) -> tuple[TargetParameter, TargetParameter]:
         """Raises ConfigError for a worker that would have a part of a block."""
         if weight.is_expert:
             local = worker_slice(weight, self.rollout.expert_tensor, self.rollout.expert_coords(self.worker)[1])

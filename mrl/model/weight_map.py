@@ -97,7 +97,7 @@ class Inner:
         """Number of its rows in the stored tensor, or of its columns there."""
         return prod(self.shape[:-1])
 
-    def place(self, columns: int) -> tuple[int, int]:
+    def expert_and_column(self, columns: int) -> tuple[int, int]:
         """Returns the expert and the first column of a turned tensor. `columns`: of each stored matrix."""
         return divmod(self.first, columns)
 
@@ -250,7 +250,7 @@ class WeightMap:
     @classmethod
     def of(cls, model: ModelSpec, family: Family) -> "WeightMap":
         """Makes the map from the rows of the family, with the vocabulary matrices and final norm of all decoders."""
-        words = (model.vocab_size, model.hidden_size)
+        shape = (model.vocab_size, model.hidden_size)
         hidden = (model.hidden_size,)
         output = "lm_head.weight"
         if model.tie_word_embeddings:
@@ -258,7 +258,7 @@ class WeightMap:
         return cls(
             model,
             replace(
-                _vocabulary(Part("model.embed_tokens.weight", words, matmul=False), "embedding.word_embeddings.weight"),
+                _vocabulary(Part("model.embed_tokens.weight", shape, matmul=False), "embedding.word_embeddings.weight"),
                 vllm=family.vllm_embedding,
             ),
             _layer_weights(family, family.dense_layer(model)),
@@ -266,7 +266,7 @@ class WeightMap:
             _layer_weights(family, family.linear_layer(model) if family.linear_layer and model.is_hybrid else ()),
             _predicting_layer(model, family),
             copied("model.norm.weight", hidden, "decoder.final_layernorm.weight"),
-            _vocabulary(Part(output, words), "output_layer.weight"),
+            _vocabulary(Part(output, shape), "output_layer.weight"),
             () if model.trained_tower is None else tuple(_of_tower(model.trained_tower)),
         )
 

@@ -137,6 +137,6 @@ def _of_experts(prefix: str, kind: str, experts: int, rows: int, columns: int) -
         names = ("gate", "up")
     each = rows // len(names)
     for expert in range(experts):
-        for place, name in enumerate(names):
-            first = expert * rows + place * each
+        for index, name in enumerate(names):
+            first = expert * rows + index * each
             yield Inner(f"{prefix}{expert}.{name}_proj.weight", (each, columns), first)

@@ -273,8 +273,8 @@ class Activations:
         normed = m.q_lora_rank + m.kv_lora_rank
         of_norms = self.bytes + plain * _F32 * (1 + (self.bytes < _F32))
         latents = self.sharded * (normed * (self.bytes + of_norms) + m.qk_rope_head_dim * self.bytes)
-        taken = m.head_dim if plain else m.v_head_dim
-        keys_and_values = self.attended * queries * (m.head_dim + taken)
+        value_dim = m.head_dim if plain else m.v_head_dim
+        keys_and_values = self.attended * queries * (m.head_dim + value_dim)
         rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.qk_rope_head_dim
         core = self.attended * queries * m.head_dim + keys_and_values + s * queries * m.v_head_dim
         return {

@@ -179,14 +179,14 @@ def lines(step: int, rows: Sequence[PlanRow]) -> list[str]:
     phases = ", ".join(f"{row.what} {row.measured:.3g} of {row.predicted:.3g}" for row in seconds)
     found = [f"plan after step {step}: a step takes {spent:.3g} s of predicted {whole:.3g} s ({phases})"]
     found += [
-        f"  {row.what}: {in_words(row.measured, row.unit)}, planned {in_words(row.planned, row.unit)}: {row.cause}"
+        f"  {row.what}: {with_unit(row.measured, row.unit)}, planned {with_unit(row.planned, row.unit)}: {row.cause}"
         for row in rows
         if row.cause
     ]
     return found
 
 
-def in_words(value: float, unit: str) -> str:
+def with_unit(value: float, unit: str) -> str:
     """Returns a value with its unit; bytes in GB."""
     match unit:
         case "bytes":

@@ -97,8 +97,8 @@ def engine_memory(
 ) -> EngineMemory:
     """Computes the memory of a worker with `share` bytes of the device (memory x gpu_memory_utilization).
 
-    `fp8_block`: rows and columns with one scale, in engines that hold FP8 words; 0: there are none. `tower`: bytes of a
-    vision tower. `sequences`: those of a step that a data-parallel rank is given; None: as many as max_num_seqs. An
+    `fp8_block`: rows and columns with one scale, in engines that hold FP8 values; 0: there are none. `tower`: bytes of
+    a vision tower. `sequences`: those of a step that a data-parallel rank is given; None: as many as max_num_seqs. An
     engine that does not fit has a cache of no token.
     """
     weights = worker_weight_bytes(model, rollout, dtype_bytes, fp8_block)

@@ -209,20 +209,20 @@ def draft_section(inputs: PlanInputs, batch: BatchPlan) -> dict[str, Any] | None
         return None
     plain = with_drafts(inputs, 0)
     without = generation_seconds(plain, batch, engine_of(plain))
-    told = {"used": speculation is not None, "method": speculation.method if speculation else MTP}
+    report = {"used": speculation is not None, "method": speculation.method if speculation else MTP}
     if speculation is not None and speculation.method != MTP:
         if not measured_acceptance(inputs):
-            return told | {"seconds_without": without, "acceptance": []}
+            return report | {"seconds_without": without, "acceptance": []}
         best = None
     else:
         best = draft_choice(inputs, batch)
     chosen = inputs
     if speculation is None or speculation.tokens == AUTO:
         if not best.tokens:
-            return told | {"seconds_without": without, "best_tokens": 0, "tokens": 0}
+            return report | {"seconds_without": without, "best_tokens": 0, "tokens": 0}
         chosen = with_drafts(inputs, best.tokens)
     seconds = generation_seconds(inputs if speculation else chosen, batch, engine_of(chosen))
-    return told | {
+    return report | {
         "tokens": drafted_tokens(chosen),
         "acceptance": acceptance(chosen),
         "tokens_per_step": tokens_per_step(chosen),

@@ -12,7 +12,7 @@ from typing import Any
 
 from mrl.config.schema import RunConfig
 from mrl.config.schema_rollout import TurnsConfig
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory_phases import TERMS, ActorBytes
@@ -21,11 +21,11 @@ from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budge
 from mrl.plan.sample_bytes import (
     fetched_share,
     held_bytes,
-    held_out_bytes,
     read_by_start,
     score_bytes,
     stored_beside_validation,
     stored_bytes,
+    validation_bytes,
     written_group_bytes,
 )
 from mrl.platforms.hosting import get_hosting
@@ -42,8 +42,8 @@ def host_section(
     batch: BatchPlan,
     engine: EngineMemory,
     actors: Sequence[ActorBytes],
-    ranks: Sequence[Place],
-    workers: Sequence[Place],
+    ranks: Sequence[DeviceId],
+    workers: Sequence[DeviceId],
 ) -> dict[str, Any]:
     """Returns the bytes of the fullest node by term, and of the process of each kind that has most.
 
@@ -55,17 +55,17 @@ def host_section(
         actors[pp].host | {"save": saved, "samples": rank_bytes[pp]}
         for pp, saved in zip(stages, save_bytes(inputs), strict=True)
     ]
-    of_workers = [_worker_terms(inputs, engine, place, ranks) for place in workers]
+    of_workers = [_worker_terms(inputs, engine, device, ranks) for device in workers]
     nodes: dict[int, Counter[str]] = {}
-    for place, terms in zip((*ranks, *workers), (*of_ranks, *of_workers), strict=True):
-        nodes.setdefault(place.node, Counter()).update(terms)
+    for device, terms in zip((*ranks, *workers), (*of_ranks, *of_workers), strict=True):
+        nodes.setdefault(device.node, Counter()).update(terms)
     stores = object_stores(inputs, batch, ranks, workers)
     for node, stored in stores.items():
         nodes[node]["object_store"] = stored
     nodes[min(nodes)]["kept_group"] = written_group_bytes(inputs)
     # the place of each engine rank's first worker: every rank has conversations of its own
-    for place in workers[:: inputs.rollout.tensor]:
-        nodes[place.node]["tools"] += tool_bytes(inputs.config)
+    for device in workers[:: inputs.rollout.tensor]:
+        nodes[device.node]["tools"] += tool_bytes(inputs.config)
     terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
     used = sum(terms.values())
@@ -78,7 +78,7 @@ def host_section(
         "fits": used <= limit,
         "change": "" if used <= limit else TERMS[largest].host_cure,
         "object_store_bytes": max(stores.values()),  # least size of a node's object store
-        "held_out_prompts": inputs.held_out_prompts,  # their answers are counted in it
+        "held_out_prompts": inputs.validation_prompts,  # their answers are counted in it
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
         "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
     }
@@ -114,24 +114,24 @@ def _server_bytes(turns: TurnsConfig, each: int) -> int:
 
 
 def object_stores(
-    inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[Place], workers: Sequence[Place]
+    inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[DeviceId], workers: Sequence[DeviceId]
 ) -> dict[int, int]:
     """Returns the object-store bytes of each node: what its engines generated, and what its ranks fetch.
 
     All fetched data is counted as coming from other nodes. A start reads groups of a checkpoint and of the spool on the
-    driver's node. They stay there until they are trained on. Answers to held-out prompts stay where they were
+    driver's node. They stay there until they are trained on. Answers to validation prompts stay where they were
     generated. The step before is still there when they come.
     """
     whole = stored_bytes(inputs)
     read = read_by_start(inputs, batch)
     beside = stored_beside_validation(inputs, batch)
     scores = score_bytes(inputs, batch)
-    answers = held_out_bytes(inputs.config, inputs.held_out_prompts)
+    answers = validation_bytes(inputs.config, inputs.validation_prompts)
     stores = {}
-    nodes = sorted({place.node for place in (*ranks, *workers)})
+    nodes = sorted({device.node for device in (*ranks, *workers)})
     for node in nodes:
-        generated = sum(place.node == node for place in workers) / len(workers)
-        fetched = fetched_share(inputs, [rank for rank, place in enumerate(ranks) if place.node == node])
+        generated = sum(device.node == node for device in workers) / len(workers)
+        fetched = fetched_share(inputs, [rank for rank, device in enumerate(ranks) if device.node == node])
         share = min(1.0, generated + fetched)
         here = read * (node == nodes[0])
         stores[node] = math.ceil(max(_part(whole, here, share), _part(beside, here, share) + answers * generated))
@@ -196,21 +196,23 @@ def _saved(numel: int, precision: Precision, shards: int, is_first: bool) -> int
     return numel * precision.parameters * is_first + -(-numel // shards) * (precision.master + precision.moments)
 
 
-def _worker_terms(inputs: PlanInputs, engine: EngineMemory, place: Place, ranks: Sequence[Place]) -> dict[str, int]:
+def _worker_terms(
+    inputs: PlanInputs, engine: EngineMemory, device: DeviceId, ranks: Sequence[DeviceId]
+) -> dict[str, int]:
     asleep = 0
     if inputs.colocated and inputs.assumptions.sleep_level == 1:
         asleep = engine.weights
     staged = 0
-    if _receives_through_host(inputs, place, ranks):
+    if _receives_through_host(inputs, device, ranks):
         staged = 2 * sync_budget(inputs.config)
     if inputs.colocated and inputs.device.platform != "cpu" and inputs.model.trained_tower is None:
         asleep += engine.tower  # which no sync would bring back
     return {"engine_weights": asleep, "staging": staged}
 
 
-def _receives_through_host(inputs: PlanInputs, place: Place, ranks: Sequence[Place]) -> bool:
+def _receives_through_host(inputs: PlanInputs, device: DeviceId, ranks: Sequence[DeviceId]) -> bool:
     """Returns whether a rank of the worker's node sends to it through shared memory."""
     reach = get_hosting(inputs.device.platform).memory_reach
     kind = inputs.config.reshard.transport
     fast = inputs.config.reshard.path == "fast"
-    return fast and any(pair_route(kind, rank, place, reach) == "shm" for rank in ranks if rank.node == place.node)
+    return fast and any(pair_route(kind, rank, device, reach) == "shm" for rank in ranks if rank.node == device.node)

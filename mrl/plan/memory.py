@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from mrl.config.deployment import Deployment, rank_devices
 from mrl.config.lora_rules import reference_is_the_base
-from mrl.config.places import Deployment, rank_places
 from mrl.config.schema import RunConfig
 from mrl.model.adapters import MERGED_BYTES
 from mrl.model.hf_config import LayerKind
@@ -40,7 +40,7 @@ from mrl.plan.plan_inputs import (
     recompute_of,
     sync_budget,
 )
-from mrl.plan.sample_bytes import sample_bytes, teacher_word_bytes
+from mrl.plan.sample_bytes import sample_bytes, teacher_top_bytes
 from mrl.plan.teacher_costs import TeacherBytes, teacher_inputs, teacher_parameters
 from mrl.plan.vision_costs import host_bytes, kept_features, rank_bytes, worker_outside
 from mrl.reshard.setup import BUCKET_BYTES
@@ -58,7 +58,7 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     worker = engine_bytes(inputs, engine)
     cache = _cache(inputs, engine)
-    host = host_section(inputs, batch, engine, actors, *rank_places(Deployment.of(inputs.config)))
+    host = host_section(inputs, batch, engine, actors, *rank_devices(Deployment.of(inputs.config)))
     if inputs.colocated:
         per_stage = with_optimizer_early([colocated_phases(a, worker, inputs.device) for a in actors], actors)
     else:
@@ -270,7 +270,7 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
         parameters=teacher_parameters(teacher),
         log_prob=max(activations.forward_only(pp) for pp in stages),
         batch=max(sample_bytes(teacher, batch, pp).log_prob for pp in stages)
-        + 2 * batch.log_prob_micro.rows * batch.log_prob_micro.response * teacher_word_bytes(inputs),
+        + 2 * batch.log_prob_micro.rows * batch.log_prob_micro.response * teacher_top_bytes(inputs),
     )
 
 
@@ -278,7 +278,7 @@ def _actor_staging(inputs: PlanInputs, pp: int) -> int:
     """Returns the bytes that a rank stages for a sync.
 
     Fast path: one round being packed and one on the wire. Slow path: a bucket, and the largest tensor gathered; with
-    adapters also a copy of a rank's part to merge into. On both, with adapters or FP8 words, what merging takes.
+    adapters also a copy of a rank's part to merge into. On both, with adapters or FP8 values, what merging takes.
     """
     if inputs.config.reshard.path == "fast":
         merged = MERGED_BYTES if inputs.lora or inputs.config.rollout.fp8_block else 0

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
-from mrl.config.places import cluster_shape, rollout_layout
+from mrl.config.deployment import cluster_shape, rollout_layout
 from mrl.config.schema import LoraConfig, RunConfig
 from mrl.config.schema_rollout import MTP
 from mrl.config.teacher_model import teacher_of
 from mrl.errors import ConfigError, MrlError
 from mrl.model import ModelSpec, planning_model_spec
 from mrl.model.adapters import Lora
-from mrl.model.device_grid import Place, actor_places, engine_places
+from mrl.model.device_grid import DeviceId, actor_devices, engine_devices
 from mrl.model.eagle_head import head_bytes, head_cache_elements
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
@@ -91,7 +91,7 @@ class PlanInputs:
     assumptions: Assumptions
     train: TrainLayout
     rollout: RolloutLayout
-    held_out_prompts: int = 0  # of a validation; 0: there is none, or their number is unknown
+    validation_prompts: int = 0  # of a validation; 0: there is none, or their number is unknown
 
     @classmethod
     def of(
@@ -100,12 +100,12 @@ class PlanInputs:
         model: ModelSpec,
         device: Device,
         assumptions: Assumptions | None = None,
-        held_out_prompts: int | None = None,
+        validation_prompts: int | None = None,
     ) -> "PlanInputs":
         """Makes the inputs. Memory for communicators of weight syncs and of ranks is reserved on the device.
 
-        `assumptions`: by default those of cluster.calibration. `held_out_prompts`: those of data.val_files, where they
-        were read. Raises ConfigError for an illegal layout, and for a calibration that cannot be used.
+        `assumptions`: by default those of cluster.calibration. `validation_prompts`: those of data.val_files, where
+        they were read. Raises ConfigError for an illegal layout, and for a calibration that cannot be used.
         """
         model = model.with_trained_tower(config.model.vision)
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
@@ -113,9 +113,9 @@ class PlanInputs:
             assumptions = assumptions_of(config.cluster.calibration, device)
         pairs = device.pair and device.pair * most_pairs(config)
         groups = device.group and device.group * process_groups(config, model, train)
-        held_out = _held_out_prompts(config, held_out_prompts)
+        validation = _validation_prompts(config, validation_prompts)
         device = replace(device, communicators=pairs, communicators_of_ranks=groups)
-        return cls(config, model, device, assumptions, train, rollout_layout(config.rollout), held_out)
+        return cls(config, model, device, assumptions, train, rollout_layout(config.rollout), validation)
 
     @property
     def colocated(self) -> bool:
@@ -176,8 +176,8 @@ def device_for(config: RunConfig, name: str | None = None) -> Device:
     return device
 
 
-def _held_out_prompts(config: RunConfig, read: int | None) -> int:
-    """Returns the held-out prompts of a run that validates: those that were read, at most data.val_max_samples."""
+def _validation_prompts(config: RunConfig, read: int | None) -> int:
+    """Returns the validation prompts of a run that validates: those that were read, at most data.val_max_samples."""
     trainer = config.trainer
     data = config.data
     if not data.val_files or not (trainer.val_before_train or trainer.test_freq > 0):
@@ -217,7 +217,7 @@ def precision_of(config: RunConfig, element_bytes: int) -> Precision:
         element_bytes,
         gradients=Precision.gradients if in_float32 else element_bytes,
         host_share=share,
-        masters_stay=not given.get("use_precision_aware_optimizer"),
+        keeps_masters=not given.get("use_precision_aware_optimizer"),
     )
 
 
@@ -431,24 +431,24 @@ def most_pairs(config: RunConfig) -> int:
     if config.reshard.path != "fast":
         return 0
     try:
-        ranks, workers = _places(config)
+        ranks, workers = _devices(config)
     except MrlError:
         return 0
     return _most_pairs(config.reshard.transport, get_hosting(config.cluster.device).memory_reach, ranks, workers)
 
 
 @lru_cache(maxsize=64)  # a search of engines asks for few places very often
-def _most_pairs(kind: str, reach: MemoryReach, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> int:
-    pairs: Counter[Place] = Counter()
+def _most_pairs(kind: str, reach: MemoryReach, ranks: tuple[DeviceId, ...], workers: tuple[DeviceId, ...]) -> int:
+    pairs: Counter[DeviceId] = Counter()
     for these, others in ((ranks, workers), (workers, ranks)):
         nodes = _by_node(others)
-        for place, count in Counter(these).items():
-            pairs[place] += count * _served(kind, reach, place, nodes)
+        for device, count in Counter(these).items():
+            pairs[device] += count * _served(kind, reach, device, nodes)
     return max(pairs.values())
 
 
-def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Returns the places of ranks and workers like `rank_places`, except for the order of workers inside a node.
+def _devices(config: RunConfig) -> tuple[tuple[DeviceId, ...], tuple[DeviceId, ...]]:
+    """Returns the devices of ranks and workers like `rank_devices`, except for the order of workers inside a node.
 
     That order does not change the counts.
     """
@@ -457,24 +457,24 @@ def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
     first = 0
     if config.cluster.placement != "colocated":
         first = world
-    return actor_places(world, cluster), engine_places(rollout_layout(config.rollout), cluster, first)
+    return actor_devices(world, cluster), engine_devices(rollout_layout(config.rollout), cluster, first)
 
 
-def _by_node(places: Sequence[Place]) -> dict[int, list[Place]]:
-    nodes: dict[int, list[Place]] = defaultdict(list)
-    for place in places:
-        nodes[place.node].append(place)
+def _by_node(devices: Sequence[DeviceId]) -> dict[int, list[DeviceId]]:
+    nodes: dict[int, list[DeviceId]] = defaultdict(list)
+    for device in devices:
+        nodes[device.node].append(device)
     return nodes
 
 
-def _served(kind: str, reach: MemoryReach, place: Place, others: Mapping[int, Sequence[Place]]) -> int:
-    """Returns how many processes on the other side p2p joins with a process at `place`. `others`: their places by
+def _served(kind: str, reach: MemoryReach, device: DeviceId, others: Mapping[int, Sequence[DeviceId]]) -> int:
+    """Returns how many processes on the other side p2p joins with a process at `device`. `others`: their devices by
     node.
     """
     served = 0
     for node, there in others.items():
-        if node == place.node:
-            served += sum(pair_route(kind, place, other, reach) == "p2p" for other in there)
-        elif pair_route(kind, place, there[0], reach) == "p2p":  # the same for all processes of another node
+        if node == device.node:
+            served += sum(pair_route(kind, device, other, reach) == "p2p" for other in there)
+        elif pair_route(kind, device, there[0], reach) == "p2p":  # the same for all processes of another node
             served += len(there)
     return served

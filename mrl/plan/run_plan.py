@@ -1,4 +1,4 @@
-"""The plan of a run as plain data with a hash: places of ranks, memory of phases, predicted times, weight sync,
+"""The plan of a run as plain data with a hash: devices of ranks, memory of phases, predicted times, weight sync,
 batches.
 
 It is stored as plan.json in a run directory, and compared with the plan of a run that starts later.
@@ -12,12 +12,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from mrl.config.places import Deployment, rank_places, rollout_layout
+from mrl.config.deployment import Deployment, rank_devices, rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.config.schema_rollout import MTP
 from mrl.errors import ConfigError, verbose
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.model.layout import TrainLayout
 from mrl.model.quantised_shards import ranks_fault
 from mrl.plain_files import JSON_BYTES, parse_json, read_text, reason
@@ -45,9 +45,11 @@ _MANY_WAVES = 4  # so many batches of an engine in a step are reported
 _NOT_COMPARED = ("hash", "seconds", "reshard.plan_seconds")
 
 
-def plan_of(config: RunConfig, model: ModelSpec, device: Device, held_out_prompts: int | None = None) -> dict[str, Any]:
+def plan_of(
+    config: RunConfig, model: ModelSpec, device: Device, validation_prompts: int | None = None
+) -> dict[str, Any]:
     """Makes the plan of a configuration that has passed its rules. Takes the arguments of PlanInputs.of."""
-    return make_plan(PlanInputs.of(config, model, device, held_out_prompts=held_out_prompts))
+    return make_plan(PlanInputs.of(config, model, device, validation_prompts=validation_prompts))
 
 
 def make_plan(inputs: PlanInputs) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
     """
     batch = batch_plan(inputs.config, inputs.train)
     engine = engine_of(inputs)
-    ranks, workers = rank_places(Deployment.of(inputs.config))
+    ranks, workers = rank_devices(Deployment.of(inputs.config))
     memory = memory_section(inputs)
     plan = {
         "format": FORMAT,
@@ -101,7 +103,7 @@ def _device(inputs: PlanInputs) -> dict[str, Any]:
     }
 
 
-def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:
+def _layout(inputs: PlanInputs, ranks: tuple[DeviceId, ...], workers: tuple[DeviceId, ...]) -> dict[str, Any]:
     train = inputs.train
     rollout = inputs.rollout
     beside = {"critic": inputs.critic, "teacher": teacher_inputs(inputs)}
@@ -123,8 +125,10 @@ def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, 
             "data": rollout.data,
             "expert": rollout.expert,
         },
-        "ranks": [_rank(inputs, rank, place) for rank, place in enumerate(ranks)],
-        "workers": [{"worker": w, **rollout.coords(w)._asdict(), **place._asdict()} for w, place in enumerate(workers)],
+        "ranks": [_rank(inputs, rank, device) for rank, device in enumerate(ranks)],
+        "workers": [
+            {"worker": w, **rollout.coords(w)._asdict(), **device._asdict()} for w, device in enumerate(workers)
+        ],
     }
 
 
@@ -153,10 +157,10 @@ def _layers(layers: range) -> list[int]:
     return [layers.start, layers.stop]
 
 
-def _rank(inputs: PlanInputs, rank: int, place: Place) -> dict[str, int]:
+def _rank(inputs: PlanInputs, rank: int, device: DeviceId) -> dict[str, int]:
     dense = inputs.train.dense_coords(rank)
     expert = inputs.train.expert_coords(rank)
-    return {"rank": rank, **place._asdict(), **dense._asdict(), **expert._asdict()}
+    return {"rank": rank, **device._asdict(), **dense._asdict(), **expert._asdict()}
 
 
 def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, Any]:
@@ -206,7 +210,7 @@ def link_of(inputs: PlanInputs) -> Link:
     share = inputs.assumptions.link_share
     kind = inputs.config.reshard.transport
     reach = get_hosting(device.platform).memory_reach
-    here, neighbour = (pair_route(kind, Place(0, 0), Place(0, number), reach) for number in (0, 1))
+    here, neighbour = (pair_route(kind, DeviceId(0, 0), DeviceId(0, number), reach) for number in (0, 1))
     rates = {"p2p": device.node_rate, "ipc": device.node_rate, "shm": device.host_path_rate}
     on_device = device.memory_rate / 2 if here == "ipc" else rates[here]
     return Link(device.network_rate * share, rates[neighbour] * share, on_device * share)
@@ -222,7 +226,7 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
         rollout_layout(config.rollout),
         dialect=config.cluster.device,
         dtype=config.rollout_dtype,
-        topology=Topology(*rank_places(Deployment.of(config))),
+        topology=Topology(*rank_devices(Deployment.of(config))),
         budget_bytes=sync_budget(config),
         fp8_block=_planned_block(config, model, train),
     )
@@ -270,15 +274,17 @@ def load_plan(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {reason(error)}; remove it or write it anew with mrl plan") from None
 
 
-def plan_again(config: RunConfig, model: ModelSpec, file: Path, held_out_prompts: int | None = None) -> dict[str, Any]:
+def plan_again(
+    config: RunConfig, model: ModelSpec, file: Path, validation_prompts: int | None = None
+) -> dict[str, Any]:
     """Makes the plan of the current configuration.
 
-    Device and number of held-out prompts come from the plan stored in `file` where they are not given.
+    Device and number of validation prompts come from the plan stored in `file` where they are not given.
     """
     stored = _stored(file)
-    if held_out_prompts is None and stored is not None:  # 0: it was unknown
-        held_out_prompts = stored["memory"]["host"]["held_out_prompts"] or None
-    return plan_of(config, model, _same_device(config, stored), held_out_prompts)
+    if validation_prompts is None and stored is not None:  # 0: it was unknown
+        validation_prompts = stored["memory"]["host"]["held_out_prompts"] or None
+    return plan_of(config, model, _same_device(config, stored), validation_prompts)
 
 
 def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
@@ -298,9 +304,9 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
 def verdict(plan: dict[str, Any]) -> str:
     """Describes the plan in one line: whether it fits, its fullest phase, and about how long a step takes."""
     phases = plan["times"]["phase_seconds"] | {"sync": plan["reshard"]["predicted_seconds"]}
-    times = ", ".join(f"{phase} {seconds_in_words(seconds)}" for phase, seconds in phases.items())
+    times = ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in phases.items())
     low, expected, high = step_seconds(plan)
-    step = f"a step about {seconds_in_words(expected)}, {seconds_in_words(low)} to {seconds_in_words(high)} ({times})"
+    step = f"a step about {seconds_text(expected)}, {seconds_text(low)} to {seconds_text(high)} ({times})"
     return f"{memory_verdict(plan['memory'], plan['device']['name'])}; {step}"
 
 
@@ -319,11 +325,11 @@ def memory_lines_of(config: RunConfig, model: ModelSpec) -> list[str]:
 def memory_verdict(memory: dict[str, Any], device: str) -> str:
     """Describes whether a plan's memory fits on a device, and its fullest phase."""
     name, fullest = max(memory["phases"].items(), key=lambda phase: phase[1]["bytes"] / phase[1]["device_bytes"])
-    room = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
+    text = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
     fit = fit_of(memory)
     if fit == "may not fit":
-        room += f", give or take the {error_of(fullest['terms']) / GIB:.1f} GiB that the plan may be wrong by"
-    return f"plan: {fit if memory['fits'] else fit.upper()} {device}: {room}"
+        text += f", give or take the {error_of(fullest['terms']) / GIB:.1f} GiB that the plan may be wrong by"
+    return f"plan: {fit if memory['fits'] else fit.upper()} {device}: {text}"
 
 
 def step_seconds(plan: dict[str, Any]) -> tuple[float, float, float]:
@@ -355,12 +361,12 @@ def slow_generation(plan: dict[str, Any]) -> str:
     )
 
 
-def drafts_in_words(plan: dict[str, Any]) -> str:
+def drafts_text(plan: dict[str, Any]) -> str:
     """Says what drafts save or cost, and up to which batch; empty where the model has nothing to draft with."""
     found = plan["times"]["drafts"]
     if found is None:
         return ""
-    without = seconds_in_words(found["seconds_without"])
+    without = seconds_text(found["seconds_without"])
     if not found.get("seconds"):
         why = "they would pay in no batch"
         if found["method"] != MTP:
@@ -372,12 +378,12 @@ def drafts_in_words(plan: dict[str, Any]) -> str:
     best = f"; best: {found['best_tokens']} tokens" if found["best_tokens"] else ""
     use = "" if found["used"] else ", if rollout.speculation used the model's predicting layers"
     return (
-        f"drafts ({found['method']}): generation {seconds_in_words(found['seconds'])} with {found['tokens']} tokens "
+        f"drafts ({found['method']}): generation {seconds_text(found['seconds'])} with {found['tokens']} tokens "
         f"drafted and {found['tokens_per_step']:.2f} made a step, {without} without{use}; this {pays}{best}"
     )
 
 
-def seconds_in_words(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     """Returns seconds as pages print them: whole from ten on, else with two digits."""
     if seconds >= 10:
         return f"{seconds:.0f} s"

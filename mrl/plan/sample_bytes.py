@@ -50,7 +50,7 @@ def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
     return SampleBytes(
         update=_input_bytes(inputs, batch.micro, _response_arrays(inputs))
         + batch.samples_per_rank * response * outputs * config.algorithm.on_policy
-        + 2 * batch.micro.rows * batch.micro.response * teacher_word_bytes(inputs),  # the policy's own, and gradients
+        + 2 * batch.micro.rows * batch.micro.response * teacher_top_bytes(inputs),  # the policy's own, and gradients
         log_prob=_input_bytes(inputs, batch.log_prob_micro, [_BOOL]) + of_step * response * outputs,
         update_routes=_tokens_at_once(inputs, batch.micro) * routed,
         log_prob_routes=_tokens_at_once(inputs, batch.log_prob_micro) * routed,
@@ -99,13 +99,13 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
         inputs.config.distillation.in_loss,
         algorithm.rollout_correction.level is not None,
     )
-    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted)), teacher_word_bytes(inputs)]
+    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted)), teacher_top_bytes(inputs)]
 
 
-def teacher_word_bytes(inputs: PlanInputs) -> int:
-    """Returns the bytes of a teacher's words at one token, with their log-probs; 0 where they are not needed."""
+def teacher_top_bytes(inputs: PlanInputs) -> int:
+    """Returns the bytes of a teacher's tokens at one token, with their log-probs; 0 where they are not needed."""
     distillation = inputs.config.distillation
-    return 2 * _F32 * distillation.distillation_loss.topk * distillation.over_words
+    return 2 * _F32 * distillation.distillation_loss.topk * distillation.over_top_k
 
 
 def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
@@ -143,7 +143,7 @@ def stored_bytes(inputs: PlanInputs) -> int:
 
 
 def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Returns the part of `stored_bytes` that still exists while held-out prompts are answered after a step.
+    """Returns the part of `stored_bytes` that still exists while validation prompts are answered after a step.
 
     These are the step's responses, and those ahead of it. It is 0 where only the untrained model is validated.
     """
@@ -165,8 +165,8 @@ def read_by_start(inputs: PlanInputs, batch: BatchPlan) -> int:
     return stored_bytes(inputs)
 
 
-def held_out_bytes(config: RunConfig, prompts: int) -> int:
-    """Returns the bytes of the answers to so many held-out prompts, which have no routes.
+def validation_bytes(config: RunConfig, prompts: int) -> int:
+    """Returns the bytes of the answers to so many validation prompts, which have no routes.
 
     They lie in the object stores of the engines' nodes until they are written.
     """
@@ -279,7 +279,7 @@ def score_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
 
 
 def _score_bytes(inputs: PlanInputs, rows: int) -> int:
-    return rows * inputs.config.data.max_response_length * (_F32 + teacher_word_bytes(inputs))
+    return rows * inputs.config.data.max_response_length * (_F32 + teacher_top_bytes(inputs))
 
 
 def _routed(inputs: PlanInputs) -> bool:

@@ -116,7 +116,7 @@ def _fits(inputs: PlanInputs, change: _Change) -> bool:
         config = with_values(inputs.config, change)
         if violations(ResolvedConfig(config, {}), inputs.model):
             return False
-        changed = PlanInputs.of(config, inputs.model, inputs.device, inputs.assumptions, inputs.held_out_prompts)
+        changed = PlanInputs.of(config, inputs.model, inputs.device, inputs.assumptions, inputs.validation_prompts)
         return memory_section(changed)["fits"]
     except (ConfigError, ValueError):  # no such layout, or no value that the schema takes
         return False

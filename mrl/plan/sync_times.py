@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mrl.model.quantised_shards import word_count
+from mrl.model.quantised_shards import fp8_count
 from mrl.plan.devices import Starts, SyncRates
 from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.streams import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
@@ -61,7 +61,7 @@ def reshard_summary(
     loads = plan.loads
     seconds = {"wire": wire_seconds(plan, link), "launches": launch_seconds(plan, starts)} | step_seconds(plan, rates)
     if plan.fp8_block:
-        seconds["words"] = word_seconds(plan, memory_rate)
+        seconds["words"] = fp8_seconds(plan, memory_rate)
     return {
         "bytes_required": plan.bytes_required,
         "bytes_moved": plan.bytes_moved,
@@ -113,14 +113,14 @@ def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
     }
 
 
-def word_seconds(plan: ReshardPlan, memory_rate: float) -> float:
-    """Returns the seconds in which the busiest rank makes its scales and words (mrl/reshard/quantise.py).
+def fp8_seconds(plan: ReshardPlan, memory_rate: float) -> float:
+    """Returns the seconds in which the busiest rank makes its scales and FP8 values (mrl/reshard/quantise.py).
 
-    It makes scales of all that it holds, and words of what it sends. Nobody has measured it: passes over memory are
-    counted, and all that is sent as words.
+    It makes scales of all that it holds, and FP8 values of what it sends. Nobody has measured it: passes over memory
+    are counted, and all that is sent as FP8 values.
     """
     size = plan.train.world_size // plan.train.pipeline
-    held = max(word_count(plan.model, plan.train, stage * size) for stage in range(plan.train.pipeline))
+    held = max(fp8_count(plan.model, plan.train, stage * size) for stage in range(plan.train.pipeline))
     sent = int(plan.loads.sent.sum(axis=(0, 1)).max())
     return (_SCALE_TRAFFIC * held + _WORD_TRAFFIC * sent) / memory_rate
 

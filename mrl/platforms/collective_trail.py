@@ -136,13 +136,13 @@ def keep_trail(leaves_out: Callable[[], bool] | None = None) -> None:
 
 
 def _counted(method: Callable[..., Any], name: str, groups: "_Groups") -> Callable[..., Any]:
-    place = _GIVEN.get(name)
+    index = _GIVEN.get(name)
 
     @wraps(method)
     def counted(group: Any, *arguments: Any, **named: Any) -> Any:
         row_bytes = 0
-        if place is not None and len(arguments) > place:
-            row_bytes = _row_bytes(arguments[place])
+        if index is not None and len(arguments) > index:
+            row_bytes = _row_bytes(arguments[index])
         groups.of(group).note(name, row_bytes)
         return method(group, *arguments, **named)
 

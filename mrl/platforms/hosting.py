@@ -71,7 +71,7 @@ def set_rank_defaults(device: str, cuts_layers: bool, grouped_gemm: str) -> None
     os.environ.setdefault(_CUTLASS, str(int(grouped_gemm == "cutlass")))
 
 
-def grouped_gemm_in_words() -> str:
+def grouped_gemm_text() -> str:
     """Says how Transformer Engine multiplies the tokens of experts in this process."""
     if os.environ.get(_CUTLASS, "0") == "1":
         return "experts multiplied by CUTLASS, their weights' gradients by cuBLAS"

@@ -19,7 +19,7 @@ class Pack:
     """Sequences that are concatenated."""
 
     lengths: tuple[int, ...]  # tokens in memory for each sequence, before the cut for context parallelism
-    places: Tensor  # int64, on the device: for each token of this rank, its position in its sequence
+    positions: Tensor  # int64, on the device: for each token of this rank, its position in its sequence
 
 
 def tie(starts: Tensor, pack: Pack) -> Tensor:
@@ -78,7 +78,7 @@ def rotated_from_table(original: Callable) -> Callable:
         pack = pack_of(cu_seqlens)
         if pack is None or multi_latent_attention:
             return whole(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
-        cos, sin = ((f(freqs) * mscale).to(t.dtype)[pack.places] for f in (torch.cos, torch.sin))
+        cos, sin = ((f(freqs) * mscale).to(t.dtype)[pack.positions] for f in (torch.cos, torch.sin))
         turned = t[:, None, :, : freqs.shape[-1]]
         rest = t[..., freqs.shape[-1] :]
         turned = (turned * cos + _rotate_half(turned, rotary_interleaved) * sin)[:, 0]
@@ -107,7 +107,7 @@ def rotated_by_angles(original: Callable) -> Callable:
             return original(t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group)
         turned = rope_utils._apply_rotary_pos_emb_bshd(
             t[:, None],
-            freqs[pack.places],
+            freqs[pack.positions],
             rotary_interleaved=rotary_interleaved,
             multi_latent_attention=multi_latent_attention,
             mscale=mscale,

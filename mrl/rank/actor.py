@@ -51,7 +51,7 @@ from mrl.rank.forward import (
     of_rows,
     return_hidden_states,
 )
-from mrl.rank.kernels import kernels_in_words
+from mrl.rank.kernels import kernels_text
 from mrl.rank.lora_layers import Adapters, drawing_noise
 from mrl.rank.loss_parameters import loss_parameters
 from mrl.rank.offload import FrozenWeights, Residence, needs, switched
@@ -277,7 +277,7 @@ class MegatronActor:
 
     def kernels(self) -> str:
         """Names the kernels that this rank computes with."""
-        return kernels_in_words(self.chunks, self.optimizer)
+        return kernels_text(self.chunks, self.optimizer)
 
     def speed(self, threads: int) -> tuple[str, float]:
         """Returns the device's name, and the FLOP/s of a large matrix product there in the model's dtype.
@@ -551,7 +551,7 @@ class MegatronActor:
             return batch
         of_batch = np.zeros(len(batch.rollout_log_probs), bool)
         for rows, of_part in zip(mini_batches, selected, strict=True):
-            of_batch[batch.places_of(rows)] = of_part
+            of_batch[batch.token_indices(rows)] = of_part
         return replace(batch, selected=of_batch)
 
     def _update_once(
@@ -597,7 +597,7 @@ class MegatronActor:
         """Tells whether log-probs are finite on all ranks: `old`, and generation's for the same rows. Collective."""
         here = old is None or (
             np.isfinite(old.log_probs).all()
-            and np.isfinite(batch.rollout_log_probs[batch.sampled_places_of(old.rows)]).all()
+            and np.isfinite(batch.rollout_log_probs[batch.sampled_indices(old.rows)]).all()
         )
         return parallel.holds_everywhere(bool(here), self.platform.device)
 

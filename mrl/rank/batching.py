@@ -62,7 +62,7 @@ class RowLengths:
             return values
         return np.add.reduceat(values, np.cumsum(self.counts) - self.counts)
 
-    def places(self, rows: np.ndarray) -> np.ndarray:
+    def indices(self, rows: np.ndarray) -> np.ndarray:
         """Returns int64 indices of the sequences that belong to `rows`, which are row numbers."""
         if self.counts is None:
             return rows
@@ -73,7 +73,7 @@ class RowLengths:
         counts = None
         if self.counts is not None:
             counts = self.counts[rows]
-        return RowLengths(self.sequences[self.places(rows)], counts)
+        return RowLengths(self.sequences[self.indices(rows)], counts)
 
 
 _CLOSE = 1.001  # relative to the mean: costs of one rank's micro-batches need not be closer
@@ -99,9 +99,9 @@ class RowResult:
     rows: np.ndarray  # int64 [rows]: row numbers in the batch
     log_probs: np.ndarray  # float32 [sampled tokens of these rows], rows end to end
     entropy: tuple[float, float]  # (sum over sampled tokens in nats, number of tokens)
-    # from a teacher, [sampled tokens of these rows, words]: its likeliest words, int32, and their log-probs, float32
-    words: np.ndarray | None = None
-    of_words: np.ndarray | None = None
+    # from a teacher, [sampled tokens of these rows, k]: its likeliest tokens, int32, and their log-probs, float32
+    top_ids: np.ndarray | None = None
+    top_log_probs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Splitter:
         """Returns the cost of computing the sequences of each row, float64 [rows]."""
         return lengths.summed(sequence_costs(lengths.sequences, self.per_token, self.per_pair))
 
-    def _taken(self, lengths: RowLengths) -> np.ndarray:
+    def _padded_tokens(self, lengths: RowLengths) -> np.ndarray:
         """Returns the tokens of each row in a pack with every sequence padded, int64 [rows]."""
         return lengths.summed(round_up_all(lengths.sequences, self.shape.sequence_multiple))
 
@@ -252,13 +252,13 @@ class Splitter:
         It uses as few packs as the sum allows if rows then fit evenly, else as few as fit.
         """
         limit = self._limit // self.shape.total_multiple * self.shape.total_multiple
-        taken = self._taken(lengths)
+        padded = self._padded_tokens(lengths)
         count = self._rounded(self._fewest(lengths.tokens, ranks))
-        even = [even_fit(taken[rows], costs[rows], limit, count) for rows in ranks]
+        even = [even_fit(padded[rows], costs[rows], limit, count) for rows in ranks]
         if any(parts is None for parts in even):
-            dense = [first_fit(taken[rows], limit) for rows in ranks]
+            dense = [first_fit(padded[rows], limit) for rows in ranks]
             count = self._rounded(max(count, *map(len, dense)))
-            even = [even_fit(taken[rows], costs[rows], limit, count) for rows in ranks]
+            even = [even_fit(padded[rows], costs[rows], limit, count) for rows in ranks]
             even = [e or without_empty(d, costs[rows], count) for rows, e, d in zip(ranks, even, dense, strict=True)]
         return [_of(rows, parts) for rows, parts in zip(ranks, even, strict=True)]
 
@@ -289,9 +289,9 @@ class Splitter:
         return bool((sizes * longest <= self._limit).all())
 
     def _check_longest(self, lengths: RowLengths) -> None:
-        taken = self._taken(lengths)
-        longest = int(taken.argmax())
-        if round_up(int(taken[longest]), self.shape.total_multiple) > self._limit:
+        padded = self._padded_tokens(lengths)
+        longest = int(padded.argmax())
+        if round_up(int(padded[longest]), self.shape.total_multiple) > self._limit:
             raise DataError(
                 f"row {longest} of the batch has {int(lengths.tokens[longest])} tokens, more than a micro-batch may "
                 f"hold ({self._limit}: ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu of the actor, or "
@@ -374,7 +374,7 @@ def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
     claimed = int(batch.lengths.sum())
     if claimed != len(batch.token_ids):
         raise DataError(f"the rows of the batch claim {claimed} tokens and it has {len(batch.token_ids)}")
-    tokens = claimed if batch.route_places is None else int((batch.route_places >= 0).sum())
+    tokens = claimed if batch.route_rows is None else int((batch.route_rows >= 0).sum())
     expected = (tokens, moe_layers, model.num_experts_per_tok)
     if batch.routes is not None and batch.routes.shape != expected:
         raise DataError(

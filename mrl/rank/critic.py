@@ -244,8 +244,8 @@ class MegatronCritic:
 
 def _for_critic(batch: TrainBatch) -> TrainBatch:
     """Returns the batch without the columns that only the actor uses. The critic's routers choose by themselves."""
-    others = ("routes", "route_places", "advantages", "ref_log_probs", "loss_weights", "selected")
-    of_teacher = ("teacher_log_probs", "teacher_words", "of_teacher_words")
+    others = ("routes", "route_rows", "advantages", "ref_log_probs", "loss_weights", "selected")
+    of_teacher = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs")
     return replace(batch, **dict.fromkeys([*others, *of_teacher]))
 
 

@@ -52,8 +52,8 @@ class ReplicaCut:
         micros = {tuple(micro.rows.tolist()) for micro in self.micros}
         computed = np.zeros(int(lengths.sequences.sum()), bool)
         for rows in micros:
-            places = lengths.places(np.array(rows))
-            computed[computed_tokens(lengths.sequences, places, shape, context_rank, tensor_rank)] = True
+            indices = lengths.indices(np.array(rows))
+            computed[computed_tokens(lengths.sequences, indices, shape, context_rank, tensor_rank)] = True
         return computed
 
     def renumbered(self, rows: np.ndarray) -> "ReplicaCut":

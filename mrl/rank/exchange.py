@@ -50,15 +50,15 @@ class Exchange:
 
         Raises what another rank failed with. Raises Interrupted where a rank was asked to stop.
         """
-        told = [_read(data) for data in self._gather(_packed({"stops": self._stops()}, given))]
-        failed = [(rank, head["error"]) for rank, (head, _) in enumerate(told) if "error" in head]
-        stops = any(head["stops"] for head, _ in told)
+        answers = [_read(data) for data in self._gather(_packed({"stops": self._stops()}, given))]
+        failed = [(rank, head["error"]) for rank, (head, _) in enumerate(answers) if "error" in head]
+        stops = any(head["stops"] for head, _ in answers)
         self._has_ended = bool(failed) or stops
         if failed:
             raise _made(*failed[0])
         if stops:
             raise Interrupted("the ranks were asked to stop")
-        return [part for _, part in told if part is not None]
+        return [part for _, part in answers if part is not None]
 
     def rows(self, numbers: np.ndarray, of_rows: RowValues | None) -> RowValues:
         """Returns numbers of all rows, in the order of the step.
@@ -95,9 +95,9 @@ class Exchange:
             raise
 
 
-def _made(rank: int, told: tuple[str, str]) -> Exception:
+def _made(rank: int, answers: tuple[str, str]) -> Exception:
     """Returns an error as another rank raised it."""
-    kind, text = told
+    kind, text = answers
     if kind and issubclass(made := getattr(errors, kind, MrlError), MrlError):
         return made(text)
     return FailedElsewhere(f"rank {rank} failed: {text}")

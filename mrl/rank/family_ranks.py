@@ -89,10 +89,10 @@ def _agreed(file: Path, rank: int) -> int:
     return int(file.read_text())
 
 
-def compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
+def compared(actor: MegatronActor, folder: Path, vocab_size: int) -> dict[str, Any]:
     """Returns in what a rank differs from the model that transformers saved in `folder`, and from its numbers.
 
-    `words`: size of the vocabulary.
+    `vocab_size`: size of the vocabulary.
     """
     found: dict[str, Any] = {"parameters": _other_parameters(actor)}
     stored = _without_frozen_tower(actor, own_names(folder))
@@ -105,7 +105,7 @@ def compared(actor: MegatronActor, folder: Path, words: int) -> dict[str, Any]:
     whole = config if is_whole(config) else None
     if whole is not None:
         actor.see(pixels_of(whole))
-    batch = batch_of(words, whole)
+    batch = batch_of(vocab_size, whole)
     result = actor.log_probs(batch)
     if result is not None:
         expected = reference[positions(batch.response_lengths, result.rows)]

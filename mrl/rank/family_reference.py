@@ -45,15 +45,15 @@ _OF_EXPERTS = "_proj_bias"  # biases of all experts together
 NOT_FOR_THE_CLASS = ("architectures", "torch_dtype", "dtype", "auto_map")
 
 
-def batch_of(words: int, whole: dict[str, Any] | None = None) -> TrainBatch:
-    """Returns rows of drawn tokens of a vocabulary of `words`, with their advantages and without old log-probs.
+def batch_of(vocab_size: int, whole: dict[str, Any] | None = None) -> TrainBatch:
+    """Returns rows of drawn tokens of a vocabulary of `vocab_size`, with their advantages and without old log-probs.
 
     `whole`: config.json of a model that reads images. Its rows have some, and no token of an image elsewhere.
     """
     rng = np.random.default_rng(1)
     samples = []
     for row, (prompt, response) in enumerate(LENGTHS):
-        ids = rng.integers(1, words, prompt + response)
+        ids = rng.integers(1, vocab_size, prompt + response)
         images = () if whole is None else _images_of(row, whole)
         if whole is not None:
             ids[np.isin(ids, [whole["image_token_id"], whole["video_token_id"]])] = 1
@@ -148,7 +148,7 @@ def own_names(folder: Path) -> dict[str, Tensor]:
 
 def _part(tensor: Tensor, inner: Inner) -> Tensor:
     if inner.is_turned:
-        expert, column = inner.place(tensor.shape[2])
+        expert, column = inner.expert_and_column(tensor.shape[2])
         return tensor[expert, :, column : column + inner.rows].T.contiguous()
     if tensor.dim() > len(inner.shape):
         flat = tensor.reshape(-1, tensor.shape[-1])

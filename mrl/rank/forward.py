@@ -27,7 +27,7 @@ from mrl.model.layout import TrainLayout
 from mrl.platforms.packs import Pack, for_attention, tie
 from mrl.rank.batching import MicroRows, RowResult
 from mrl.rank.host_arrays import brought
-from mrl.rank.logprob import lean_log_probs, likeliest_words
+from mrl.rank.logprob import lean_log_probs, top_tokens
 from mrl.rank.packing import MicroBatch, MicroBatches, Shape, micro_batch
 
 
@@ -64,10 +64,10 @@ def packing_of(inputs: MicroBatch[Tensor]) -> PackedSeqParams | None:
     """
     if inputs.sequence_starts is None:
         return None
-    places = inputs.position_ids.flatten()
+    positions = inputs.position_ids.flatten()
     if inputs.positions is not None:  # each token has angles of its own (mrl.rank.vision)
-        places = torch.arange(len(places), device=places.device)
-    starts = tie(inputs.sequence_starts, Pack(inputs.lengths, places))
+        positions = torch.arange(len(positions), device=positions.device)
+    starts = tie(inputs.sequence_starts, Pack(inputs.lengths, positions))
     of_attention = for_attention(starts)
     return PackedSeqParams(
         qkv_format="thd",
@@ -87,15 +87,15 @@ class TokenOutputs:
     log_probs: Tensor  # float32; zero where nothing was computed
     entropy: Tensor  # the same
     computed: Tensor  # bool; as MicroBatch.has_log_probs
-    # [rows, response_length, words]: other words in the token's place, int64, and their log-probs
-    words: Tensor | None = None
-    of_words: Tensor | None = None
+    # [rows, response_length, k]: other tokens at the token's position, int64, and their log-probs
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None
 
-    def with_words_on_host(self) -> "TokenOutputs":
-        """Returns the outputs with the likeliest words on the host. They are many times as large as the others."""
-        if self.words is None:
+    def with_top_on_host(self) -> "TokenOutputs":
+        """Returns the outputs with the likeliest tokens on the host. They are many times as large as the others."""
+        if self.top_ids is None:
             return self
-        return replace(self, words=self.words.int().cpu(), of_words=self.of_words.cpu())
+        return replace(self, top_ids=self.top_ids.int().cpu(), top_log_probs=self.top_log_probs.cpu())
 
     def detached(self) -> "TokenOutputs":
         """Returns the outputs without the graph."""
@@ -115,7 +115,7 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The number of likeliest words that are wanted for each token, among ids below a bound."""
+    """The number of likeliest tokens that are wanted for each token, among ids below a bound."""
 
     count: int
     below: int
@@ -142,11 +142,11 @@ def log_prob_pass(
 ) -> list[TokenOutputs]:
     """Runs the forward only. Returns the outputs of each micro-batch on the last stage, an empty list elsewhere.
 
-    `likeliest`: further words whose log-probs are wanted for each token.
+    `likeliest`: further tokens whose log-probs are wanted for each token.
     """
 
     def keep(inputs: MicroBatch, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
-        return outputs.log_probs.new_zeros(()), outputs.with_words_on_host()
+        return outputs.log_probs.new_zeros(()), outputs.with_top_on_host()
 
     with torch.no_grad(), evaluating(chunks):
         outputs = _outputs_of(vocab_size, likeliest=likeliest)
@@ -222,8 +222,8 @@ def _loss(
         outputs.entropy,
         ref_log_probs=inputs.ref_log_probs,
         teacher_log_probs=inputs.teacher_log_probs,
-        of_teacher_words=inputs.of_teacher_words,
-        of_words=outputs.of_words,
+        teacher_top_log_probs=inputs.teacher_top_log_probs,
+        top_log_probs=outputs.top_log_probs,
         weights=inputs.loss_weights,
         selected=inputs.selected,
     )
@@ -319,34 +319,34 @@ def token_outputs(
 ) -> TokenOutputs:
     """Returns log-probs and entropies of the response tokens at this context-parallel rank's positions.
 
-    `hidden`: [batch, length, hidden]. A teacher's words in `inputs` get log-probs too.
+    `hidden`: [batch, length, hidden]. A teacher's tokens in `inputs` get log-probs too.
     """
     predicting = hidden.flatten(0, 1)[inputs.predictors]
     group = mpu.get_tensor_model_parallel_group()
     log_probs, entropy = lean_log_probs(
         predicting, weight, _targets(inputs), inputs.token_temperature, vocab_size, group, entropy_has_gradient
     )
-    words = {}
-    if inputs.teacher_words is not None:
-        words["of_words"] = whole_sequences(log_probs[:, 1:], inputs)
+    top = {}
+    if inputs.teacher_top_ids is not None:
+        top["top_log_probs"] = whole_sequences(log_probs[:, 1:], inputs)
         log_probs = log_probs[:, 0]
     if likeliest is not None:
-        found = likeliest_words(
+        found = top_tokens(
             predicting, weight, inputs.token_temperature, vocab_size, group, likeliest.count, likeliest.below
         )
-        words["words"], words["of_words"] = (whole_sequences(values, inputs) for values in found)
+        top["top_ids"], top["top_log_probs"] = (whole_sequences(values, inputs) for values in found)
     log_probs, entropy = (whole_sequences(values, inputs) for values in (log_probs, entropy))
-    return TokenOutputs(log_probs, entropy, inputs.has_log_probs, **words)
+    return TokenOutputs(log_probs, entropy, inputs.has_log_probs, **top)
 
 
 def _targets(inputs: MicroBatch) -> Tensor:
-    """Returns token ids whose log-probs are wanted: [tokens], or [tokens, 1 + words] with a teacher's words after the
+    """Returns token ids whose log-probs are wanted: [tokens], or [tokens, 1 + k] with a teacher's tokens after the
     token.
     """
-    if inputs.teacher_words is None:
+    if inputs.teacher_top_ids is None:
         return inputs.targets
-    words = inputs.teacher_words.flatten(0, 1)[inputs.slots].long()
-    return torch.cat([inputs.targets[:, None], words], 1)
+    top_ids = inputs.teacher_top_ids.flatten(0, 1)[inputs.slots].long()
+    return torch.cat([inputs.targets[:, None], top_ids], 1)
 
 
 def whole_sequences(values: Tensor, inputs: MicroBatch) -> Tensor:
@@ -369,9 +369,9 @@ def of_rows(micros: Sequence[MicroRows], outputs: Sequence[TokenOutputs]) -> Row
     rows = [np.zeros(0, np.int64), *(rows for rows, _ in kept)]
     log_probs = [np.zeros(0, np.float32), *(each.log_probs[each.computed].cpu().numpy() for _, each in kept)]
     entropy = merge(to_floats({"entropy": (each.entropy.sum(), each.computed.sum())}) for _, each in kept)
-    words = of_words = None
-    if any(each.words is not None for _, each in kept):
-        words = np.concatenate([each.words[each.computed.cpu()].numpy() for _, each in kept])
-        of_words = np.concatenate([each.of_words[each.computed.cpu()].numpy() for _, each in kept])
+    top_ids = top_log_probs = None
+    if any(each.top_ids is not None for _, each in kept):
+        top_ids = np.concatenate([each.top_ids[each.computed.cpu()].numpy() for _, each in kept])
+        top_log_probs = np.concatenate([each.top_log_probs[each.computed.cpu()].numpy() for _, each in kept])
     mean = entropy.get("entropy", (0.0, 0.0))
-    return RowResult(np.concatenate(rows), np.concatenate(log_probs), mean, words, of_words)
+    return RowResult(np.concatenate(rows), np.concatenate(log_probs), mean, top_ids, top_log_probs)

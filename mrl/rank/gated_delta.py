@@ -42,7 +42,7 @@ class Chunks:
 
     # int64 [chunks * DELTA_CHUNK]: token of the pack; after a sequence's end, the index after the pack's last token
     tokens: Tensor
-    places: Tensor  # int64 [tokens of the pack]: position of each token in `tokens`
+    positions: Tensor  # int64 [tokens of the pack]: position of each token in `tokens`
     counts: tuple[int, ...]  # chunks of each step, which belong to the first sequences of the previous step
 
 
@@ -143,11 +143,11 @@ class _Convolution(torch.nn.Module):
     def forward(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Takes `x` [tokens, channels] and returns the same shape."""
         weight = self.weight[:, 0]
-        place = _places(lengths, x.device)
+        position = _positions(lengths, x.device)
         out = x * weight[:, -1]
         for back in range(1, weight.shape[1]):
             earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
-            out = out + torch.where(place[:, None] >= back, earlier, 0) * weight[:, -1 - back]
+            out = out + torch.where(position[:, None] >= back, earlier, 0) * weight[:, -1 - back]
         return F.silu(out)
 
 
@@ -207,7 +207,7 @@ def gated_delta(
     scores = query @ key.transpose(2, 3) * between
     end = decay[:, :, -1:]
     out = _stepwise(chunks.counts, query * decay.exp(), scores, new, read, key * (end - decay).exp(), end.exp())
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places).to(value.dtype)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, chunks.positions).to(value.dtype)
 
 
 def gated_delta_of_fla(
@@ -294,11 +294,11 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> Chunks:
         tokens += [np.where(at < lengths[row], starts[row] + at, total) for row in rows]
         counts.append(len(rows))
     index = np.concatenate(tokens)
-    places = np.flatnonzero(index < total)[index[index < total].argsort()]
-    return Chunks(brought(index, device), brought(places, device), tuple(counts))
+    positions = np.flatnonzero(index < total)[index[index < total].argsort()]
+    return Chunks(brought(index, device), brought(positions, device), tuple(counts))
 
 
 @lru_cache(maxsize=64)
-def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def _positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns the position of each token in its sequence, int64 [tokens]."""
     return brought(np.concatenate([np.arange(length) for length in lengths]), device)

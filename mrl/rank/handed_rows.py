@@ -5,7 +5,7 @@ rows of the step.
     lengths --cut--> rows of a second model's replicas
                                                  --> score_by: fetch those rows, compute columns (second_rows.py)
     references to columns                        <-- each replica's result rank: HandedRows
-    the same references                          --> score: each actor replica picks its rows, by `taken`
+    the same references                          --> score: each actor replica picks its rows, by `with_handed`
     references to a critic's returns             <-- each actor replica's result rank
     the same references                          --> update_critic: each replica of the critic picks its rows
 
@@ -40,7 +40,7 @@ class HandedRows:
         return HandedRows(self.rows[kept], self.sampled[kept], columns)
 
 
-def taken(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -> TrainBatch:
+def with_handed(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -> TrainBatch:
     """Returns the batch with the columns of `parts`. Context, and rows that nobody handed out, get 0.
 
     `numbers` [rows], ascending, are the numbers of its rows in the step.
@@ -48,11 +48,11 @@ def taken(batch: TrainBatch, numbers: np.ndarray, parts: Sequence[HandedRows]) -
     columns: dict[str, np.ndarray] = {}
     for part in parts:
         here = part.among(numbers)
-        places = batch.sampled_places_of(np.searchsorted(numbers, here.rows))
+        indices = batch.sampled_indices(np.searchsorted(numbers, here.rows))
         for name, values in here.columns.items():
             if name not in columns:
                 columns[name] = np.zeros((int(batch.response_lengths.sum()), *values.shape[1:]), values.dtype)
-            columns[name][places] = values
+            columns[name][indices] = values
     return replace(batch, **columns)
 
 

@@ -9,15 +9,15 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import nn
 
-from mrl.platforms.hosting import grouped_gemm_in_words
+from mrl.platforms.hosting import grouped_gemm_text
 from mrl.platforms.layers import layers
 from mrl.rank.gradient_sums import added_within_products
-from mrl.rank.logprob import head_gradient_in_words
+from mrl.rank.logprob import head_gradient_text
 
 _PARTS = {"attention": ".core_attention", "experts": ".mlp.experts", "norm": ".final_layernorm"}
 
 
-def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) -> str:
+def kernels_text(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) -> str:
     """Names the classes of layers, attention, experts, last norm and Adam, as far as this rank's chunks have them.
 
     It also says how gradients of 16-bit weights are summed.
@@ -26,7 +26,7 @@ def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) 
     classes = _classes(chunks)
     parts = [f"{part} {kind}" for part, kind in classes.items()]
     if " of TE" in classes.get("experts", ""):
-        parts.append(grouped_gemm_in_words())
+        parts.append(grouped_gemm_text())
     return ", ".join([f"layers of {layers()}", *parts, *_gradient_sums(chunks), f"optimizer {_adam(optimizer)}"])
 
 
@@ -38,7 +38,7 @@ def _gradient_sums(chunks: list[nn.Module]) -> Iterator[str]:
     yield f"gradients of {within} of {able} fused modules added in float32 within the product"
     head = next((weight for name, weight in weights.items() if name.endswith("output_layer.weight")), None)
     if head is not None:
-        yield f"that of the head by {head_gradient_in_words(head)}"
+        yield f"that of the head by {head_gradient_text(head)}"
 
 
 def _classes(chunks: Iterable[nn.Module]) -> dict[str, str]:

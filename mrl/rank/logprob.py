@@ -47,7 +47,7 @@ class _Head:
         """Yields the rows of each block."""
         return _slices(self.width, self.rows)
 
-    def place(self, tokens: int) -> Tensor:
+    def buffer(self, tokens: int) -> Tensor:
         """Allocates float32 memory of a block's size, once instead of for each block.
 
         Small results between blocks stay in memory. On the CPU, the heap would keep a hole of a block's size below each
@@ -56,12 +56,12 @@ class _Head:
         size = min(tokens, self.tokens) * min(self.width, self.rows)
         return torch.empty(size, dtype=torch.float32, device=self.weight.device)
 
-    def logits(self, hidden: Tensor, temperature: Tensor, block: slice, place: Tensor, scratch: Tensor) -> Tensor:
-        """Returns logits [tokens, rows] in float32 in `place`, divided by the temperature [tokens].
+    def logits(self, hidden: Tensor, temperature: Tensor, block: slice, buffer: Tensor, scratch: Tensor) -> Tensor:
+        """Returns logits [tokens, rows] in float32 in `buffer`, divided by the temperature [tokens].
 
         `scratch`: more memory, which a 16-bit product overwrites.
         """
-        logits = _matrix(place, len(hidden), block.stop - block.start)
+        logits = _matrix(buffer, len(hidden), block.stop - block.start)
         product = logits
         if hidden.dtype is not torch.float32:
             product = _matrix(scratch.view(hidden.dtype), *logits.shape)
@@ -79,8 +79,8 @@ class _Head:
         return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 
-def _matrix(place: Tensor, rows: int, columns: int) -> Tensor:
-    return place[: rows * columns].view(rows, columns)
+def _matrix(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    return buffer[: rows * columns].view(rows, columns)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -100,7 +100,7 @@ class _LeanLogProbs(torch.autograd.Function):
     """Log-probs and entropies of tokens. The backward pass recomputes the logits, block by block.
 
     With z = logits / temperature and p = softmax(z): log p of each target, and entropy H = -sum p log p. `targets`
-    [tokens, words].
+    [tokens, k].
 
     d log p_target / d z = onehot - p; d H / d z = -p (log p + H).
     """
@@ -118,14 +118,14 @@ class _LeanLogProbs(torch.autograd.Function):
         peak = hidden.new_zeros(len(hidden), dtype=torch.float32)
         sums = hidden.new_zeros((2, len(hidden)), dtype=torch.float32)
         target_logits = hidden.new_zeros(targets.shape, dtype=torch.float32)
-        places = head.place(len(hidden)), head.place(len(hidden))
+        buffers = head.buffer(len(hidden)), head.buffer(len(hidden))
         for part in head.parts(len(hidden)):
             by_block = []
             for block in head.blocks():
-                z = head.logits(hidden[part], temperature[part], block, *places)
+                z = head.logits(hidden[part], temperature[part], block, *buffers)
                 column, here = head.owned(targets[part], block)
                 target_logits[part] += torch.where(here, z.gather(-1, column), 0.0)
-                by_block.append(_block_sums(z, places[1]))
+                by_block.append(_block_sums(z, buffers[1]))
             peak[part], sums[:, part] = _of_blocks(by_block)
         log_sum_exp, entropy, target_logits = _over_ranks(peak, sums, target_logits, head.group)
         ctx.save_for_backward(hidden, weight, targets, temperature, log_sum_exp, entropy)
@@ -149,12 +149,12 @@ class _LeanLogProbs(torch.autograd.Function):
         # once for both products, where both take 16 bits
         rounds = head.rows >= head.width and _writes_float32(str(hidden.device), hidden.dtype)
         needs_other = ctx.entropy_has_gradient or hidden.dtype is not torch.float32
-        place = head.place(len(hidden))
-        other = head.place(len(hidden) if needs_other else 0)
+        buffer = head.buffer(len(hidden))
+        other = head.buffer(len(hidden) if needs_other else 0)
         for part in head.parts(len(hidden)):
             grad_part = _HiddenGradient(grad_hidden[part], several=head.rows < head.width)
             for block in head.blocks():
-                z = head.logits(hidden[part], temperature[part], block, place, other)
+                z = head.logits(hidden[part], temperature[part], block, buffer, other)
                 log_p = z.sub_(log_sum_exp[part][:, None])
                 scale = -of_targets[part].sum(-1, keepdim=True)
                 if ctx.entropy_has_gradient:
@@ -201,7 +201,7 @@ def _at_peak(sums: Tensor, shift: Tensor) -> Tensor:
 
 
 def _over_ranks(peak: Tensor, sums: Tensor, targets: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-sum-exp and entropy [tokens], and target logits [tokens, words], over all ranks.
+    """Returns log-sum-exp and entropy [tokens], and target logits [tokens, k], over all ranks.
 
     Takes each rank's peak [tokens] and sums [2, tokens] from `_of_blocks`. `targets` has the logits of the rank's own
     targets, and 0 for the others.
@@ -252,7 +252,7 @@ def _writes_float32(device: str, dtype: torch.dtype) -> bool:
     return bool((total == 17).all())
 
 
-def head_gradient_in_words(weight: Tensor) -> str:
+def head_gradient_text(weight: Tensor) -> str:
     """Describes how the gradient of an output layer's weight is multiplied and summed.
 
     A float32 product of 16-bit factors takes many times as long.
@@ -322,7 +322,7 @@ def lean_log_probs(
     Both are float32, in nats.
 
     `hidden` [tokens, hidden], any float dtype, are the states that predict `targets`. `targets` are token ids:
-    [tokens], or several for each state, [tokens, words]. Both are equal on every rank of `group`, the tensor-parallel
+    [tokens], or several for each state, [tokens, k]. Both are equal on every rank of `group`, the tensor-parallel
     group. `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides the logits,
     as sampling does. Rows past `vocab_size` are padding and have no probability. `block`: tokens, and rows of `weight`,
     whose logits exist at a time; None: the best size for the device.
@@ -344,7 +344,7 @@ def _head(weight: Tensor, vocab_size: int, group: dist.ProcessGroup, block: tupl
 
 
 @torch.no_grad()
-def likeliest_words(
+def top_tokens(
     hidden: Tensor,
     weight: Tensor,
     temperature: Tensor,
@@ -365,18 +365,18 @@ def likeliest_words(
     sums = hidden.new_zeros((2, len(hidden)), dtype=torch.float32)
     logits = hidden.new_full((len(hidden), count), -math.inf, dtype=torch.float32)
     ids = torch.zeros((len(hidden), count), dtype=torch.int64, device=hidden.device)
-    places = head.place(len(hidden)), head.place(len(hidden))
+    buffers = head.buffer(len(hidden)), head.buffer(len(hidden))
     for part in head.parts(len(hidden)):
         by_block = []
         for number in head.blocks():
-            z = head.logits(hidden[part], temperature[part], number, *places)
+            z = head.logits(hidden[part], temperature[part], number, *buffers)
             first = head.first + number.start
             if first < below:
                 found = z[:, : below - first]
                 best = found.topk(min(count, found.shape[1]), -1)
-                of_words = torch.cat([logits[part], best.values], 1)
-                logits[part], ids[part] = _best(of_words, torch.cat([ids[part], best.indices + first], 1), count)
-            by_block.append(_block_sums(z, places[1]))
+                top_log_probs = torch.cat([logits[part], best.values], 1)
+                logits[part], ids[part] = _best(top_log_probs, torch.cat([ids[part], best.indices + first], 1), count)
+            by_block.append(_block_sums(z, buffers[1]))
         peak[part], sums[:, part] = _of_blocks(by_block)
     log_sum_exp, _, _ = _over_ranks(peak, sums, sums.new_zeros(len(hidden), 0), group)
     of_ranks = [[torch.empty_like(own) for _ in range(dist.get_world_size(group))] for own in (logits, ids)]

@@ -147,7 +147,7 @@ class Adapter(Module):
         segments = [
             (at, product.narrow(-1, first, rows))
             for product, adapted in zip(products, self._layer.targets, strict=True)
-            for at, first, rows in adapted.places
+            for at, first, rows in adapted.segments
         ]
         parts: list[Tensor] = []
         end = 0
@@ -201,7 +201,7 @@ class WeightFactors:
         (row, last_row), (column, last_column) = box.ranges
         begin = self.adapted.columns[0]
         firsts = shards(self.first, self.vp_chunk)[self.number * self.rank :][: self.rank]
-        top = self.number * self.adapted.height + self.adapted.place(row)
+        top = self.number * self.adapted.height + self.adapted.local_row(row)
         seconds = shards(self.second, self.vp_chunk)[top : top + last_row - row]
         return firsts[:, column - begin : last_column - begin].float(), seconds.float()
 
@@ -285,8 +285,8 @@ def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) 
     drawers = [(False, False, own), (False, True, first_of_tensor), (True, False, own), (True, True, first_of_experts)]
     states = {}
     for is_expert, is_same, rank in drawers:
-        words = np.random.SeedSequence([seed, update, rank, is_expert, is_same]).generate_state(1, np.uint64)
-        generator = torch.Generator(device).manual_seed(int(words[0] >> 1))
+        seeds = np.random.SeedSequence([seed, update, rank, is_expert, is_same]).generate_state(1, np.uint64)
+        generator = torch.Generator(device).manual_seed(int(seeds[0] >> 1))
         states[_drawer(is_expert, is_same)] = generator.get_state()
     tracker.set_states(tracker.get_states() | states)
     try:
@@ -298,7 +298,7 @@ def drawing_noise(dropout: float, seed: int, update: int, device: torch.device) 
 @contextmanager
 def hidden(chunks: Iterable[Module]) -> Iterator[None]:
     """Hides the adapters from code that walks the chunks' parameters by name, until the block ends."""
-    taken = [
+    removed = [
         (module, module._modules.pop(ADAPTER))
         for chunk in chunks
         for module in list(chunk.modules())
@@ -307,7 +307,7 @@ def hidden(chunks: Iterable[Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, adapter in taken:
+        for module, adapter in removed:
             module.add_module(ADAPTER, adapter)
 
 
@@ -355,8 +355,8 @@ class Adapters:
                 return parameter
             whole = parameter.detach().clone()
             for piece in pieces:
-                place = piece.local_box.slices
-                self.merge(piece.hf_name, piece.hf_box, parameter.detach()[place], whole[place])
+                slices = piece.local_box.slices
+                self.merge(piece.hf_name, piece.hf_box, parameter.detach()[slices], whole[slices])
             copy_tensor_model_parallel_attributes(whole, parameter)
             return whole
 

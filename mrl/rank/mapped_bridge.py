@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mrl.model import ModelSpec, load_model_spec
-from mrl.model.fp8 import bfloat16_words
+from mrl.model.fp8 import bfloat16_bits
 from mrl.model.hf_files import int4_scale_of, read_safetensors_header, scale_of, weight_files
 from mrl.model.int4 import PACKED, bfloat16_rows
 from mrl.model.megatron_shards import megatron_slice
@@ -299,16 +299,16 @@ class JoinedFiles(SafeTensorIO):
 
     def __init__(self, folder: str, model: ModelSpec):
         super().__init__(folder)
-        self._places: dict[str, tuple[str, Inner]] = {}
+        self._inner_of: dict[str, tuple[str, Inner]] = {}
         self._file_of: dict[str, Path] = {}
         for file in weight_files(Path(folder)):
             for key, stored in read_safetensors_header(file).items():
                 self._file_of[key] = file
-                self._places |= {inner.name: (key, inner) for inner in inner_tensors(model, key, stored.shape)}
+                self._inner_of |= {inner.name: (key, inner) for inner in inner_tensors(model, key, stored.shape)}
 
     def load_some_hf_weight(self, hf_weight_names: list[str]) -> dict[str, Tensor]:
         """Loads tensors by name. From a layer's experts it reads only the requested rows."""
-        keys = {self._places[name][0] for name in hf_weight_names}
+        keys = {self._inner_of[name][0] for name in hf_weight_names}
         keys |= {key.removesuffix(BLOCKS) + SCALES for key in keys if key.endswith(BLOCKS)}
         with ExitStack() as opened:
             files = {
@@ -316,17 +316,17 @@ class JoinedFiles(SafeTensorIO):
                 for file in {self._file_of[key] for key in keys}
             }
             parts = {key: files[self._file_of[key]].get_slice(key) for key in keys}
-            return {name: _inner(parts, *self._places[name]) for name in hf_weight_names}
+            return {name: _inner(parts, *self._inner_of[name]) for name in hf_weight_names}
 
 
 def _inner(parts: Mapping[str, Any], key: str, inner: Inner) -> Tensor:
     """Reads a tensor of the model. `parts`: the stored tensors by key, which are read when they are indexed."""
     if key.endswith(BLOCKS):
         expert = inner.first // inner.rows
-        words = mxfp4_rows(
+        bits = mxfp4_rows(
             parts[key][expert].reshape(inner.rows, -1).numpy(), parts[key.removesuffix(BLOCKS) + SCALES][expert].numpy()
         )
-        return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     shape = parts[key].get_shape()
     if len(shape) == len(inner.shape):
         return parts[key][:]
@@ -334,7 +334,7 @@ def _inner(parts: Mapping[str, Any], key: str, inner: Inner) -> Tensor:
     if len(inner.shape) == 1:
         return parts[key][expert]
     if inner.is_turned:
-        expert, column = inner.place(shape[2])
+        expert, column = inner.expert_and_column(shape[2])
         return parts[key][expert, :, column : column + inner.rows].T.contiguous()
     return parts[key][expert, row : row + inner.rows]
 
@@ -358,8 +358,8 @@ class Bfloat16Files(SafeTensorIO):
         return stored | {name: self._as_bfloat16(stored[name], scales[scale_of(name)]) for name in matrices}
 
     def _as_bfloat16(self, matrix: Tensor, scales: Tensor) -> Tensor:
-        words = bfloat16_words(matrix.view(torch.uint8).numpy(), scales.numpy(), self._block)
-        return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+        bits = bfloat16_bits(matrix.view(torch.uint8).numpy(), scales.numpy(), self._block)
+        return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
 class Int4Files(SafeTensorIO):
@@ -377,6 +377,6 @@ class Int4Files(SafeTensorIO):
         scales = super().load_some_hf_weight([int4_scale_of(name) for name in matrices])
         for name in matrices:
             bytes_ = packed[name + PACKED].view(torch.uint8).numpy()
-            words = bfloat16_rows(bytes_, scales[int4_scale_of(name)].float().numpy())
-            found[name] = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)
+            bits = bfloat16_rows(bytes_, scales[int4_scale_of(name)].float().numpy())
+            found[name] = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
         return found

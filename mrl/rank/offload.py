@@ -116,7 +116,7 @@ class _EmptiedStorage:
     def empty(self) -> None:
         self.storage.resize_(0)
 
-    def make_room(self) -> None:
+    def make_space(self) -> None:
         self.storage.resize_(self.nbytes)
 
     def fill(self) -> None:
@@ -267,7 +267,7 @@ class Residence:
         """
         try:
             for storage in emptied:
-                storage.make_room()
+                storage.make_space()
             with self._platform.beside() if beside else nullcontext():
                 for storage in emptied:
                     storage.fill()

@@ -93,7 +93,7 @@ class MicroBatch(TokenValues[Array]):
     position_ids: Array  # int64 [batch, length]: position inside its sequence
     real: Array  # bool [batch, length]: neither padding nor a filler
     predicting: Array  # bool [batch, length]: real, and not its sequence's last token, whose output is unused
-    # int32 [sequences + 1]: borders of sequences in the pack, before the cut; None: padded
+    # int32 [sequences + 1]: bounds of sequences in the pack, before the cut; None: padded
     sequence_starts: Array | None
     predictors: Array  # int64 [tokens]: index into batch * length of the position that predicts the token
     targets: Array  # int64 [tokens]
@@ -290,7 +290,7 @@ def _laid_out_routes(batch: TrainBatch, left: np.ndarray, kept: np.ndarray) -> n
     They are missing for padding, and for tokens without routes in the batch.
     """
     places = np.full(len(left), -1, np.int64)
-    places[left > 0] = batch.places_of_routes
+    places[left > 0] = batch.token_route_rows
     here = places[kept]
     dtype = batch.routes.dtype
     laid_out = np.full((len(kept), *batch.routes.shape[1:]), missing_in(dtype), dtype)

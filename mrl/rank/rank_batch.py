@@ -27,7 +27,7 @@ from mrl.data.routes import RoutesHere
 from mrl.data.samples import Samples
 from mrl.rank.batching import RowLengths, RowResult, UpdateResult
 from mrl.rank.cut import ReplicaCut
-from mrl.rank.handed_rows import HandedRows, as_counted, taken
+from mrl.rank.handed_rows import HandedRows, as_counted, with_handed
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers, read_routes
 
@@ -82,7 +82,7 @@ class RankBatch:
 
     def take(self, numbers: np.ndarray, parts: Sequence[HandedRows]) -> None:
         """Takes over what a second model computed. `numbers` [rows] are the rows' numbers in the step, ascending."""
-        self.batch = taken(self.batch, numbers, parts)
+        self.batch = with_handed(self.batch, numbers, parts)
 
     def score(self) -> RowResult | None:
         """Computes the old policy's log-probs."""
@@ -108,11 +108,11 @@ class RankBatch:
 
         With `less_rollout` generation's are taken off, and what is left is float16.
         """
-        places = self.batch.places_of(rows)
+        indices = self.batch.token_indices(rows)
         if not less_rollout:
-            return self.log_probs[places]
-        differences = self.log_probs[places] - self.batch.rollout_log_probs[places]
-        return np.where(self.batch.is_sampled[places], differences, 0.0).astype(np.float16)
+            return self.log_probs[indices]
+        differences = self.log_probs[indices] - self.batch.rollout_log_probs[indices]
+        return np.where(self.batch.is_sampled[indices], differences, 0.0).astype(np.float16)
 
     def correct(self, counted: np.ndarray | None = None, kl_coef: float = 0.0) -> RowValues:
         """Masks what the overlong filter and the rollout correction reject, weights the rest, and chooses the anchor.
@@ -162,9 +162,9 @@ class RankBatch:
         lengths = self._lengths
         is_number = np.isfinite(batch.teacher_log_probs)
         of_rows = {}
-        if self._distillation.over_words:
-            is_number &= np.isfinite(batch.of_teacher_words).all(-1)
-            of_rows = mass_of_rows(batch.of_teacher_words, mask, lengths)
+        if self._distillation.over_top_k:
+            is_number &= np.isfinite(batch.teacher_top_log_probs).all(-1)
+            of_rows = mass_of_rows(batch.teacher_top_log_probs, mask, lengths)
             self.batch = replace(batch, teacher_log_probs=None)
         of_rows["not_finite"] = row_sums(mask & ~is_number, lengths)
         if self._algorithm.on_policy:
@@ -245,7 +245,7 @@ class RankBatch:
         """Selects, in each mini-batch, the tokens whose numbers are at least those in `least`."""
         selected = np.zeros(len(self.batch.rollout_log_probs), bool)
         for (rows, found), bound in zip(self._candidates, least, strict=True):
-            selected[self.batch.places_of(rows)] = chosen(found, bound)
+            selected[self.batch.token_indices(rows)] = chosen(found, bound)
         self.batch = replace(self.batch, selected=selected)
 
     def returns(self, numbers: np.ndarray) -> HandedRows:
@@ -255,8 +255,8 @@ class RankBatch:
         """
         batch = self.batch
         rows = np.flatnonzero(self.own)
-        places = batch.sampled_places_of(rows)
-        columns = {"returns": batch.returns[places], "keep": batch.loss_mask[places]}
+        indices = batch.sampled_indices(rows)
+        columns = {"returns": batch.returns[indices], "keep": batch.loss_mask[indices]}
         self.batch = replace(batch, critic_values=None, returns=None)
         return HandedRows(numbers[rows], row_sums(batch.is_sampled, self._lengths)[rows].astype(np.int64), columns)
 
@@ -275,7 +275,7 @@ class RankBatch:
     def _on_sampled(self, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Returns `values` at the sampled tokens of `rows` and 0 elsewhere; float32 [response tokens]."""
         flat = np.zeros(len(self.batch.rollout_log_probs), np.float32)
-        flat[self.batch.sampled_places_of(rows)] = values
+        flat[self.batch.sampled_indices(rows)] = values
         return flat
 
     def _of_own(self, of_rows: RowValues) -> RowValues:

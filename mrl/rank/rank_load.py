@@ -36,7 +36,7 @@ from mrl.rank.rank_save import CODES, rank_file
 THREADS = 4  # of a rank that hashes its files; several ranks share a host
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 # bytes of an element -> integer dtype that carries its bits
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorLoader:
@@ -82,13 +82,13 @@ def fill(reader: BoxReader, role: str, pieces: Iterable[Piece], out: Tensor) -> 
     for piece in pieces:
         for stored, common in reader.overlaps(role, piece.hf_name, piece.hf_box):
             values = torch.empty(common.shape, dtype=DTYPES[reader.dtype(stored)])
-            reader.read(stored, common, _words(values))
+            reader.read(stored, common, _as_integers(values))
             out[common.rebase(piece.hf_box, piece.local_box).slices] = values
 
 
-def _words(values: Tensor) -> np.ndarray:
+def _as_integers(values: Tensor) -> np.ndarray:
     """Views the values' memory as integers."""
-    return values.view(_WORDS[values.element_size()]).numpy()
+    return values.view(_INTEGERS[values.element_size()]).numpy()
 
 
 @dataclass(frozen=True)

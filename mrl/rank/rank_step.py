@@ -62,7 +62,7 @@ LOG_PROBS = "log_probs"
 REFERENCE = "ref_log_probs"
 WEIGHING = "weighing rows"
 PHASES = (FETCHING, LOG_PROBS, REFERENCE, WEIGHING)
-_TOLD_GAPS = ("log_gap", "bad_rollout", "bad_actor")
+_SENT_GAPS = ("log_gap", "bad_rollout", "bad_actor")
 _MOMENTS = ("count", "sum", "m2", "low", "high")
 
 
@@ -148,7 +148,7 @@ class RankStep:
                     metrics = _gap_metrics(gaps, entropy)
         if rows.only_gaps:
             self._tokens = None
-            return self._told(metrics, gaps), None
+            return self._scored(metrics, gaps), None
         if rows.by_reference:
             with self._at(REFERENCE):
                 self._tokens.score_by_reference()
@@ -156,13 +156,13 @@ class RankStep:
             corrected = self._corrected(metrics)
             returns = self._set_advantages(corrected, metrics)
             self._exchange.parts()
-        return self._told(metrics, gaps), returns
+        return self._scored(metrics, gaps), returns
 
-    def _told(self, metrics: dict[str, float], gaps: RowValues | None) -> Scored:
+    def _scored(self, metrics: dict[str, float], gaps: RowValues | None) -> Scored:
         self.phase = ("", 0.0)
         if self._actor.rank:
             return Scored(self._seconds)
-        return Scored(self._seconds, metrics, gaps and {name: gaps[name] for name in _TOLD_GAPS})
+        return Scored(self._seconds, metrics, gaps and {name: gaps[name] for name in _SENT_GAPS})
 
     @contextmanager
     def _at(self, phase: str) -> Iterator[None]:
@@ -261,7 +261,7 @@ class RankStep:
             parts={key: values[counted] for key, values in rows.parts.items()},
             part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
             custom=custom.parameters if custom else {},
-            turns=None if rows.turns is None else rows.turns.taken(counted),
+            turns=None if rows.turns is None else rows.turns.keep(counted),
             gamma=algorithm.gamma,
             step_advantage_weight=algorithm.step_advantage_weight,
             branch_rewards=algorithm.branch_rewards,
@@ -274,8 +274,8 @@ class RankStep:
             load_custom_advantage(custom.path, algorithm.adv_estimator)
             values = response_advantages(algorithm.adv_estimator, inputs).per_response
             given = {"values": values, "whitened": np.array([algorithm.adv_estimator in WHITENED])}
-        (told,) = self._exchange.parts(given)
-        return TokenAdvantages(told["values"]).among(counted), bool(told["whitened"][0])
+        (answer,) = self._exchange.parts(given)
+        return TokenAdvantages(answer["values"]).among(counted), bool(answer["whitened"][0])
 
     def _estimated(self) -> dict[str, float]:
         """Estimates tokens' advantages from a critic's values. Returns metrics of values and returns.
@@ -381,10 +381,10 @@ def _check_kl(kl: np.ndarray) -> None:
 
 
 def _check_something_left(
-    algorithm: AlgorithmConfig, taken: np.ndarray, metrics: Mapping[str, float], counted: np.ndarray
+    algorithm: AlgorithmConfig, weighted: np.ndarray, metrics: Mapping[str, float], counted: np.ndarray
 ) -> None:
-    """Raises NumericAbort where no row has a token left. `taken` [rows] are its tokens of a weight above 0."""
-    if taken.any():
+    """Raises NumericAbort where no row has a token left. `weighted` [rows] are its tokens of a weight above 0."""
+    if weighted.any():
         return
     dropped = []
     cures = []

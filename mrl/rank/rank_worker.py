@@ -18,8 +18,8 @@ import numpy as np
 import ray
 
 from mrl.algo.plain import FloatParts
+from mrl.config.deployment import image_store
 from mrl.config.model_folders import with_model_folders
-from mrl.config.places import image_store
 from mrl.config.schema import RunConfig, with_values
 from mrl.crash_points import crash_point
 from mrl.platforms import prepare_process
@@ -30,7 +30,7 @@ from mrl.platforms.inventory import host_identity
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
 from mrl.process.free_ports import free_port
 from mrl.process.own import log_to, own_cpus, stacks_file
-from mrl.process.ray_places import own_places
+from mrl.process.ray_nodes import own_devices
 from mrl.process.same_software import software
 from mrl.process.shared_folder import FolderMark
 from mrl.rank.handed_rows import HandedRows
@@ -54,12 +54,12 @@ class ActorWorker:
     All methods are collective, so the group calls them on all ranks, except those of WRITING and LOOKING.
     """
 
-    def __init__(self, config: dict[str, Any], rank: int, log_path: str, places: list[tuple[str, int]] | None = None):
-        """`places` is the seat's: one device."""
+    def __init__(self, config: dict[str, Any], rank: int, log_path: str, devices: list[tuple[str, int]] | None = None):
+        """`devices` is the seat's: one device."""
         log_to(log_path)
         set_communicator_defaults()
         self._log = Path(log_path)
-        self._places = places
+        self._devices = devices
         self.config = RunConfig.model_validate(config)
         set_rank_defaults(self.config.cluster.device, _cuts_layers(self.config), self.config.model.grouped_gemm)
         self.rank = rank
@@ -258,8 +258,8 @@ class ActorWorker:
         """Yields full HF tensors in safetensors buckets of about `limit_bytes`. Only rank 0 yields; the others take
         part.
 
-        For engines in FP8 these are words and scales. For each bucket the SHA-256 comes first, then the bytes, so that
-        the driver sees an error without fetching data.
+        For engines in FP8 these are FP8 values and scales. For each bucket the SHA-256 comes first, then the bytes, so
+        that the driver sees an error without fetching data.
         """
         from safetensors.torch import save
 
@@ -267,7 +267,7 @@ class ActorWorker:
         from mrl.reshard.quantise import quantised
 
         block = self.config.rollout.fp8_block
-        words = quantised_tensors(self.actor.model) if block else ()
+        quantised_names = quantised_tensors(self.actor.model) if block else ()
         bucket = {}
         size = 0
         # the exporter keeps the parameters on the device until it is closed, even if this generator is abandoned
@@ -279,16 +279,16 @@ class ActorWorker:
                     yield from _packed(save(bucket))
                     bucket = {}
                     size = 0
-                for part, values in quantised(name, tensor.detach(), words, block):
+                for part, values in quantised(name, tensor.detach(), quantised_names, block):
                     # the exporter may reuse its buffers, and views share storage, which safetensors refuses
                     bucket[part] = values.cpu().clone(memory_format=_contiguous())
                     size += values.nbytes
         if bucket:
             yield from _packed(save(bucket))
 
-    def places(self) -> list[tuple[str, int | None]]:
+    def devices(self) -> list[tuple[str, int | None]]:
         """Returns this rank's node, and its device if there is one."""
-        return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)]
+        return self._devices or own_devices() or [(ray.get_runtime_context().get_node_id(), None)]
 
     def agree_on_sync(self, setups: list[dict[str, Any]], plan_hash: str, keep: list[int]) -> None:
         """Builds the plan of the weight syncs and checks this rank's parameters against it.
@@ -355,15 +355,15 @@ class ActorWorker:
         from mrl.rank.rank_save import HostCopy
 
         self.host_copy = self.host_copy or HostCopy()
-        taken = self.host_copy.take(self.actor)
+        nbytes = self.host_copy.take(self.actor)
         if self.actor.critic is None:
-            return taken
+            return nbytes
         self.actor.offload()  # so that the critic has the room that it has in its updates
         self.critic_copy = self.critic_copy or HostCopy(CRITIC)
         with self.actor.critic.in_place():
-            taken += self.critic_copy.take(self.actor.critic)
+            nbytes += self.critic_copy.take(self.actor.critic)
         self.actor.critic.offload()
-        return taken
+        return nbytes
 
     @ray.method(concurrency_group=WRITING)
     def write_checkpoint(self, folder: str) -> dict[str, Any]:

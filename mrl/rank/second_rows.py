@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mrl.algo.plain import Denominators, FloatParts
 from mrl.data.batch import TrainBatch
-from mrl.rank.handed_rows import HandedRows, as_counted, taken
+from mrl.rank.handed_rows import HandedRows, as_counted, with_handed
 from mrl.rank.rank_step import CRITIC, ReplicaRows
 from mrl.store.response_store import ResponseStore
 
@@ -40,7 +40,7 @@ class SecondRows:
         rows, columns = found
         handed = HandedRows(self._own.numbers[rows], self._samples.sampled_lengths[rows], columns)
         if self._trains:
-            self._batch = taken(self._batch, self._own.numbers, [handed])
+            self._batch = with_handed(self._batch, self._own.numbers, [handed])
         return handed if self._model.holds_result else None
 
     def update(self, counts: Sequence[Denominators], returns: Sequence[HandedRows]) -> list[FloatParts] | None:
@@ -48,6 +48,6 @@ class SecondRows:
 
         `returns` have the returns of all rows of this replica, and which of their tokens are trained on.
         """
-        batch = taken(self._batch, self._own.numbers, returns)
+        batch = with_handed(self._batch, self._own.numbers, returns)
         parts = self._model.update_replica(batch, self._own.cut.mini_batches, counts)
         return parts if self._model.holds_result else None

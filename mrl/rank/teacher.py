@@ -54,8 +54,8 @@ class Teacher:
             return_hidden_states(self._chunks)
             bridge.load_hf(own.model_path)
         distillation = config.distillation
-        self._likeliest = None  # further words whose log-probs are wanted
-        if distillation.over_words:
+        self._likeliest = None  # further tokens whose log-probs are wanted
+        if distillation.over_top_k:
             known = load_model_spec(config.model.path).vocab_size  # token ids that the student knows
             self._likeliest = Likeliest(distillation.distillation_loss.topk, known)
         moved = ()
@@ -91,7 +91,7 @@ class Teacher:
         """Returns rows of the batch, and log-probabilities of their sampled tokens under the teacher, at the batch's
         temperatures, as `teacher_log_probs`.
 
-        If the loss needs them, it also returns the teacher's likeliest words with their log-probs. `micros` are those
+        If the loss needs them, it also returns the teacher's likeliest tokens with their log-probs. `micros` are those
         of this rank's replica of the teacher, and `batch` has their rows. One rank of each replica returns the result,
         the others None.
         """
@@ -108,8 +108,8 @@ class Teacher:
             return None
         result = of_rows(micros, outputs)
         columns = {"teacher_log_probs": result.log_probs}
-        if result.words is not None:
-            columns |= {"teacher_words": result.words, "of_teacher_words": result.of_words}
+        if result.top_ids is not None:
+            columns |= {"teacher_top_ids": result.top_ids, "teacher_top_log_probs": result.top_log_probs}
         return result.rows, columns
 
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroRows]) -> MicroBatches:

@@ -101,14 +101,14 @@ def headline(metrics: Metrics) -> dict[str, float | None]:
 
 def format_line(step: int, total_steps: int, metrics: Metrics, left: str) -> str:
     """Formats one plain line. What is absent is left out; phases of the step are only there with --verbose."""
-    words = [f"step {step}/{total_steps}"]
-    words += [f"{label} {_cell(value)}" for label, value in headline(metrics).items() if value is not None]
+    parts = [f"step {step}/{total_steps}"]
+    parts += [f"{label} {_cell(value)}" for label, value in headline(metrics).items() if value is not None]
     if PHASE + "step" in metrics:
         times = ""
         if verbose():
             times = f" ({', '.join(f'{name} {seconds:.1f}' for name, seconds in phases(metrics).items())})"
-        words.append(f"{metrics[PHASE + 'step']:.1f} s{times}")
-    return " | ".join([*words, f"left {left}"])
+        parts.append(f"{metrics[PHASE + 'step']:.1f} s{times}")
+    return " | ".join([*parts, f"left {left}"])
 
 
 class Pace:

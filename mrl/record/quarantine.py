@@ -34,7 +34,7 @@ class Quarantine:
         self._check()
         try:
             lines = read_text(self._path, LINES_BYTES, errors="replace").splitlines(keepends=True)
-            write_text(self._path, "".join(line for line in lines if _stays(line, after_step)))
+            write_text(self._path, "".join(line for line in lines if _is_kept(line, after_step)))
         except (OSError, ValueError) as error:
             self._say(error)
 
@@ -66,7 +66,7 @@ class Quarantine:
         self._failed = True
 
 
-def _stays(line: str, after_step: int) -> bool:
+def _is_kept(line: str, after_step: int) -> bool:
     try:
         row = parse_json(line)
         return row["kind"] == REWARD and row["step"] <= after_step

@@ -31,10 +31,10 @@ def without_secrets(value: Any, name: str = "") -> Any:
     return value
 
 
-def command_without_secrets(words: Sequence[str]) -> list[str]:
+def command_without_secrets(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments of a command. The value of KEY=VALUE is hidden where the key reveals a secret."""
     shown = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        shown.append(f"{key}={without_secrets(value, key)}" if equals else without_secrets(word))
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        shown.append(f"{key}={without_secrets(value, key)}" if equals else without_secrets(argument))
     return shown

@@ -87,7 +87,7 @@ class RunDir:
 
     @property
     def validation(self) -> Path:
-        """A file `step-N.jsonl` of held-out responses for each validation."""
+        """A file `step-N.jsonl` of validation responses for each validation."""
         return self.path / "validation"
 
     @property

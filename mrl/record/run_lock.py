@@ -297,10 +297,10 @@ def _are_over(found: Sequence[LockFile], folder: Path, poll: Callable[[], None],
             raise _in_use(lock, folder, "its process runs")
         if lives is None and not lock.is_free:
             unknown.append(lock)
-    return not unknown or _stand_still(found, " and ".join(map(_who, unknown)), folder, poll, clock)
+    return not unknown or _beats_stopped(found, " and ".join(map(_who, unknown)), folder, poll, clock)
 
 
-def _stand_still(
+def _beats_stopped(
     found: Sequence[LockFile], holders: str, folder: Path, poll: Callable[[], None], clock: Waiting
 ) -> bool:
     """Waits until the beats of the holders have stopped for a lease, or a lock has changed. Returns as `_are_over`.

@@ -206,9 +206,9 @@ class StepFile:
         if not self._differences.exists():
             return [None] * len(sample_ids)
         kept = pq.read_table(self._differences, columns=["sample_id"])["sample_id"].to_numpy()
-        place = {number: row for row, number in enumerate(kept.tolist())}
-        there = [number for number in sample_ids if number in place]
-        found = rows_of(self._differences, np.array([place[number] for number in there], np.int64))
+        row_of = {number: row for row, number in enumerate(kept.tolist())}
+        there = [number for number in sample_ids if number in row_of]
+        found = rows_of(self._differences, np.array([row_of[number] for number in there], np.int64))
         by_id = {number: row["difference"] for number, row in zip(there, found, strict=True)}
         return [by_id.get(number) for number in sample_ids]
 
@@ -258,7 +258,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
             "prompt_ids": _lists(pa.array(samples.token_ids[of_prompts]), samples.prompt_lengths),
             "response_ids": _lists(pa.array(samples.token_ids[~of_prompts]), samples.response_lengths),
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),
-            "stop_reason": _as_words(samples.stop_reason),
+            "stop_reason": _as_labels(samples.stop_reason),
             "weight_version": _lists(spans, samples.span_counts),
             **own_columns,
             "reward": pa.array(others, pa.string()),
@@ -275,14 +275,14 @@ def _table_of_turns(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Tabl
     samples = with_turns(samples)
     turns = {
         "first_token": pa.array(samples.turn_starts),
-        "stop_reason": _as_words(samples.turn_stops),
+        "stop_reason": _as_labels(samples.turn_stops),
         "calls": pa.array(samples.turn_calls),
         "seconds": pa.array(samples.turn_seconds),
         "reward": pa.array(samples.turn_rewards),
     }
     calls = {
         "name": pa.array([name.decode() for name in samples.call_names.tolist()], pa.string()),
-        "reason": _as_words(samples.call_reasons, CALL_REASONS),
+        "reason": _as_labels(samples.call_reasons, CALL_REASONS),
         "seconds": pa.array(samples.call_seconds),
     }
     table = _table(samples, rewards)
@@ -314,8 +314,8 @@ def _structs(columns: Mapping[str, pa.Array], counts: np.ndarray) -> pa.Array:
     return _lists(pa.StructArray.from_arrays(list(columns.values()), list(columns)), counts)
 
 
-def _as_words(reasons: np.ndarray, words: Sequence[str] = STOP_REASONS) -> pa.Array:
-    return pa.DictionaryArray.from_arrays(pa.array(reasons, pa.int8()), list(words)).dictionary_decode()
+def _as_labels(reasons: np.ndarray, labels: Sequence[str] = STOP_REASONS) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array(reasons, pa.int8()), list(labels)).dictionary_decode()
 
 
 def _lists(values: pa.Array, counts: np.ndarray) -> pa.Array:

@@ -43,8 +43,8 @@ def extreme_rows(
     shown = {"best": _of_different(order[::-1], prompts)}
     shown["worst"] = _of_different([row for row in order if row not in shown["best"]], prompts)
     if gaps is not None:
-        taken = {*shown["best"], *shown["worst"]}
-        furthest = sorted(set(judged) - taken, key=lambda row: (-gaps[row], row))
+        chosen = {*shown["best"], *shown["worst"]}
+        furthest = sorted(set(judged) - chosen, key=lambda row: (-gaps[row], row))
         shown["changed"] = _of_different(furthest, prompts)
     return shown
 

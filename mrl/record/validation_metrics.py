@@ -59,8 +59,8 @@ def majority_of(values: np.ndarray, preds: Sequence[str], k: int) -> tuple[float
     Among equally frequent answers the first drawn wins, and its first drawn value counts, as in verl.
     """
     _, codes = np.unique(np.asarray(preds, dtype=object).astype(str), return_inverse=True)
-    words = np.random.PCG64(np.random.SeedSequence(SEED)).random_raw(DRAWS * k)
-    drawn = (words % np.uint64(len(codes))).astype(np.int64).reshape(DRAWS, k)
+    draws = np.random.PCG64(np.random.SeedSequence(SEED)).random_raw(DRAWS * k)
+    drawn = (draws % np.uint64(len(codes))).astype(np.int64).reshape(DRAWS, k)
     chosen = codes[drawn]
     same = chosen[:, :, None] == chosen[:, None, :]  # [draws, k, k]
     first = np.argmax(same.sum(2), axis=1)  # the first position with a most frequent answer
@@ -126,8 +126,8 @@ def bootstrap95(values: np.ndarray) -> tuple[float, float]:
     """Returns the 2.5 % and 97.5 % quantiles of the mean of `values`, [prompts], over draws of prompts with
     replacement.
     """
-    words = np.random.PCG64(np.random.SeedSequence(SEED)).random_raw(DRAWS * len(values))
-    drawn = (words % np.uint64(len(values))).astype(np.int64).reshape(DRAWS, len(values))
+    draws = np.random.PCG64(np.random.SeedSequence(SEED)).random_raw(DRAWS * len(values))
+    drawn = (draws % np.uint64(len(values))).astype(np.int64).reshape(DRAWS, len(values))
     low, high = np.quantile(values[drawn].mean(1), (0.025, 0.975))
     return float(low), float(high)
 

@@ -24,8 +24,8 @@ _RECEIVERS = {"shm": SharedMemoryReceiver, "ipc": DeviceReceiver, "p2p": PointTo
 
 def open_sender(setup: SyncSetup, rank: int, shards: Shards, merge: Merge | None = None) -> Sender:
     """Makes the rank's end, which has no connection yet. `merge` merges the rank's adapters, where it has any."""
-    place = setup.places.ranks[rank]
-    local = [worker for worker, other in enumerate(setup.places.workers) if other == place]
+    device = setup.devices.ranks[rank]
+    local = [worker for worker, other in enumerate(setup.devices.workers) if other == device]
     transfer = get_transfer(setup.dialect)
     dtype = getattr(torch, setup.dtype)
     links = SenderLinks(setup, rank, transfer)
@@ -54,10 +54,10 @@ def connect_sender(
 
 def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     """Opens the worker's end and connects to its ranks, which open theirs now. Raises TransferError."""
-    place = setup.places.workers[worker]
-    ranks = setup.places.ranks
-    local = [rank for rank, other in enumerate(ranks) if other == place]
-    remote = [rank for rank, other in enumerate(ranks) if other.node != place.node]
+    device = setup.devices.workers[worker]
+    ranks = setup.devices.ranks
+    local = [rank for rank, other in enumerate(ranks) if other == device]
+    remote = [rank for rank, other in enumerate(ranks) if other.node != device.node]
     transfer = get_transfer(setup.dialect)
     dtype = getattr(torch, setup.dtype)
     if transfer.loads_kernels_lazily:

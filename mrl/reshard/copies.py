@@ -153,8 +153,8 @@ class Landings:
             of_parameter.setdefault(copy.parameter, []).append((copy, block))
         for name, own in of_parameter.items():
             made = BlockCopies([target_view(tensors[name], copy) for copy, _ in own], [block for _, block in own])
-            for places, pairs in ((self._large, made.large), (self._alike, made.alike), (self._other, made.other)):
-                places += [(Landing.of(name, tensors[name], target), source) for target, source in pairs]
+            for landings, pairs in ((self._large, made.large), (self._alike, made.alike), (self._other, made.other)):
+                landings += [(Landing.of(name, tensors[name], target), source) for target, source in pairs]
 
     def fit(self, tensors: Mapping[str, Tensor], copies: Copies) -> bool:
         """Tells whether these are the same copies, into parameters of the same form."""
@@ -167,8 +167,8 @@ class Landings:
     def run(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies all blocks."""
         large, alike, other = (
-            [(place.view(tensors), source) for place, source in places]
-            for places in (self._large, self._alike, self._other)
+            [(landing.view(tensors), source) for landing, source in landings]
+            for landings in (self._large, self._alike, self._other)
         )
         copy_pairs(large, alike, other)
 

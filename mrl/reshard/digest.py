@@ -351,7 +351,7 @@ class ShardDigests:
         groups: dict[tuple[Box, torch.dtype], dict[str, torch.Tensor]] = {}
         for copy, block in zip(message.copies, blocks, strict=True):
             is_known = (copy.hf_name, copy.hf_box) in self._packed
-            if self._merge.adapts(copy.hf_name) and not is_known and self._place(copy) == copy.source_box:
+            if self._merge.adapts(copy.hf_name) and not is_known and self._box_of(copy) == copy.source_box:
                 groups.setdefault((copy.hf_box, block.dtype), {})[copy.hf_name] = block
         for (box, dtype), of_box in groups.items():
             digests = _on_device(list(of_box.values()), list(of_box), box.origin, dtype)
@@ -418,12 +418,12 @@ class ShardDigests:
 
     def _block(self, copy: Copy, dtype: torch.dtype) -> torch.Tensor:
         """Returns what engines get of a copy's box."""
-        block = self._shards(copy.source_name, copy.vp_chunk).detach()[self._place(copy).slices]
+        block = self._shards(copy.source_name, copy.vp_chunk).detach()[self._box_of(copy).slices]
         if self._merge is not None and self._merge.adapts(copy.hf_name):
             return merged(self._merge, copy.hf_name, copy.hf_box, block, dtype)
         return block
 
-    def _place(self, copy: Copy) -> Box:
+    def _box_of(self, copy: Copy) -> Box:
         """Returns where a copy's box lies in its parameter, by the parameter's description."""
         if copy not in self._boxes:
             self._boxes[copy] = _local_box(self._described[copy.source_name, copy.vp_chunk].pieces, copy)

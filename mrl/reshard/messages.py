@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mrl.model.boxes import Box
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Node and device of each source rank and each engine worker. Two processes with equal `Place` share a device."""
+    """Node and device of each source rank and each engine worker. Processes with equal `DeviceId` share a device."""
 
-    ranks: tuple[Place, ...]
-    workers: tuple[Place, ...]
+    ranks: tuple[DeviceId, ...]
+    workers: tuple[DeviceId, ...]
 
 
 @dataclass(frozen=True)

@@ -313,10 +313,10 @@ def _too_small(budget: int, largest: int) -> ConfigError:
 def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | None) -> Devices:
     if topology is None:
         return Devices.apart(train.world_size, rollout.world_size)
-    places = [*topology.ranks, *topology.workers]
-    number_of = {place: number for number, place in enumerate(dict.fromkeys(places))}
-    device = np.array([number_of[place] for place in places])
-    node = np.array([place.node for place in places])
+    devices = [*topology.ranks, *topology.workers]
+    number_of = {each: number for number, each in enumerate(dict.fromkeys(devices))}
+    device = np.array([number_of[each] for each in devices])
+    node = np.array([each.node for each in devices])
     ranks = slice(train.world_size)
     workers = slice(train.world_size, None)
     return Devices(device[ranks], node[ranks], device[workers], node[workers])

@@ -1,4 +1,4 @@
-"""Quantises weights to FP8 where a rank packs them: words and scales of bfloat16 weights (mrl/model/quantised.py).
+"""Quantises weights to FP8 where a rank packs them: FP8 values and scales of bfloat16 weights (mrl/model/quantised.py).
 
 A block's scale is its largest magnitude, at least 1e-4, over 448. A word is the element times the inverse of that
 scale, rounded to the nearest. The operations and their order are those of vLLM 0.32's `per_block_cast_to_fp8`
@@ -36,8 +36,8 @@ def block_scales(values: Tensor, block: int) -> Tensor:
     return largest.float().clamp(_LEAST) / _LARGEST
 
 
-def words_of(values: Tensor, scales: Tensor, block: int, first: tuple[int, int] = (0, 0)) -> Tensor:
-    """The words of a box of a matrix. `scales`: of the matrix; `first`: row and column at which the box begins."""
+def as_fp8(values: Tensor, scales: Tensor, block: int, first: tuple[int, int] = (0, 0)) -> Tensor:
+    """Returns a box of a matrix in FP8. `scales`: of the matrix; `first`: row and column at which the box begins."""
     inverse = 1.0 / scales
     for axis in (0, 1):
         start = first[axis]
@@ -46,18 +46,22 @@ def words_of(values: Tensor, scales: Tensor, block: int, first: tuple[int, int] 
     return (values * inverse).to(WORDS)
 
 
-def quantised(name: str, values: Tensor, words: Collection[str], block: int) -> Iterator[tuple[str, Tensor]]:
-    """A whole tensor of a checkpoint as engines in FP8 get it: words and scales where it is one of `words`."""
-    if not block or name not in words:
+def quantised(name: str, values: Tensor, quantised_names: Collection[str], block: int) -> Iterator[tuple[str, Tensor]]:
+    """A whole tensor of a checkpoint as engines in FP8 get it: FP8 values and scales where it is one of
+    `quantised_names`.
+    """
+    if not block or name not in quantised_names:
         yield name, values
         return
     scales = block_scales(values, block)
-    yield name, words_of(values, scales, block)
+    yield name, as_fp8(values, scales, block)
     yield name + SCALES, scales
 
 
 class Quantiser:
-    """The `Merge` of a rank whose engines hold words: what has some becomes words, after adapters were merged."""
+    """The `Merge` of a rank whose engines hold FP8 values: what has some becomes FP8 values, after adapters were
+    merged.
+    """
 
     def __init__(self, sent: Sequence[Shard], shards: Shards, block: int, merge: Merge | None = None):
         """`sent`: of mrl.model.quantised_shards; `shards`: this rank's parameters; `merge`: of its adapters."""
@@ -70,15 +74,15 @@ class Quantiser:
         self._scales: dict[tuple[str, int], Tensor] = {}  # by name and chunk
         # tensor of the checkpoint -> boxes of blocks of it that are here, where their scales lie, and in which of
         # `_scales`
-        self._places: dict[str, list[tuple[Box, Box, tuple[str, int]]]] = {}
+        self._located: dict[str, list[tuple[Box, Box, tuple[str, int]]]] = {}
         for key, scales in described.items():
             if not scales.megatron_name.endswith(SCALES):
                 continue
             parameter = described[scales.megatron_name.removesuffix(SCALES), scales.vp_chunk]
             self._made.append((parameter, scales))
             for piece, of_blocks in zip(parameter.pieces, scales.pieces, strict=True):
-                place = (of_blocks.hf_box, of_blocks.local_box, key)
-                self._places.setdefault(piece.hf_name, []).append(place)
+                located = (of_blocks.hf_box, of_blocks.local_box, key)
+                self._located.setdefault(piece.hf_name, []).append(located)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -112,22 +116,22 @@ class Quantiser:
             return self._shards(name, chunk)
         key = (name, chunk)
         if key not in self._scales:
-            words = self._shards(name.removesuffix(SCALES), chunk)
-            shape = blocks(words.shape, self._block)
-            self._scales[key] = torch.zeros(shape, dtype=getattr(torch, SCALE), device=words.device)
+            values = self._shards(name.removesuffix(SCALES), chunk)
+            shape = blocks(values.shape, self._block)
+            self._scales[key] = torch.zeros(shape, dtype=getattr(torch, SCALE), device=values.device)
         return self._scales[key]
 
     def adapts(self, hf_name: str) -> bool:
         """Whether engines get a tensor otherwise than it lies here."""
-        return hf_name in self._places or self._is_merged(hf_name)
+        return hf_name in self._located or self._is_merged(hf_name)
 
     def _is_merged(self, hf_name: str) -> bool:
         return self._merge is not None and self._merge.adapts(hf_name)
 
     @torch.no_grad()
     def merge(self, hf_name: str, box: Box, block: Tensor, out: Tensor) -> None:
-        """Writes what engines get for `block`, which is `box` of the tensor: words where `out` has their dtype, else as
-        it is trained, with adapters.
+        """Writes what engines get for `block`, which is `box` of the tensor: FP8 values where `out` has their dtype,
+        else as it is trained, with adapters.
         """
         if self._is_merged(hf_name) and out.dtype is not WORDS:
             self._merge.merge(hf_name, box, block, out)
@@ -135,13 +139,13 @@ class Quantiser:
         if self._is_merged(hf_name):
             block = merged(self._merge, hf_name, box, block, block.dtype)
         if out.dtype is WORDS:
-            block = words_of(block, *self._scales_of(hf_name, box))
+            block = as_fp8(block, *self._scales_of(hf_name, box))
         out.copy_(block)
 
     def _scales_of(self, hf_name: str, box: Box) -> tuple[Tensor, int, tuple[int, int]]:
         """The scales of a piece that has `box`, the size of a block, and where in the piece it begins."""
         wanted = in_blocks(box, self._block)
-        for held, local, key in self._places[hf_name]:
+        for held, local, key in self._located[hf_name]:
             if held.contains(wanted):
                 row, column = (at - origin * self._block for at, origin in zip(box.origin, held.origin, strict=True))
                 return self._scales[key][local.slices], self._block, (row, column)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, model_spec
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.platforms.hosting import MemoryReach, get_hosting
 from mrl.reshard.messages import Topology
@@ -58,9 +58,9 @@ class SyncSetup:
         return RolloutLayout(**self.rollout)
 
     @cached_property
-    def places(self) -> Topology:
-        ranks = tuple(Place(*place) for place in self.topology["ranks"])
-        workers = tuple(Place(*place) for place in self.topology["workers"])
+    def devices(self) -> Topology:
+        ranks = tuple(DeviceId(*device) for device in self.topology["ranks"])
+        workers = tuple(DeviceId(*device) for device in self.topology["workers"])
         return Topology(ranks, workers)
 
     @property
@@ -98,7 +98,7 @@ def _plan(text: str) -> ReshardPlan:
         setup.rollout_layout,
         dialect=setup.dialect,
         dtype=setup.dtype,
-        topology=setup.places,
+        topology=setup.devices,
         budget_bytes=setup.budget_bytes,
         fp8_block=setup.fp8_block,
     )
@@ -107,7 +107,7 @@ def _plan(text: str) -> ReshardPlan:
 def route(setup: SyncSetup, rank: int, worker: int, reach: MemoryReach) -> str:
     """Returns the transport of the pair. Raises EnvironmentFault for shm between hosts. `reach`: see `pair_route`."""
     kind = setup.transport["kind"]
-    transport = pair_route(kind, setup.places.ranks[rank], setup.places.workers[worker], reach)
+    transport = pair_route(kind, setup.devices.ranks[rank], setup.devices.workers[worker], reach)
     if transport == "p2p" and kind == "shm":
         raise EnvironmentFault(
             f"reshard.transport: shm reaches no other host; rank {rank} and worker {worker} are on two; use auto"
@@ -115,7 +115,7 @@ def route(setup: SyncSetup, rank: int, worker: int, reach: MemoryReach) -> str:
     return transport
 
 
-def pair_route(kind: str, rank: Place, worker: Place, reach: MemoryReach) -> str:
+def pair_route(kind: str, rank: DeviceId, worker: DeviceId, reach: MemoryReach) -> str:
     """Returns the transport of a rank and a worker, when `kind` (reshard.transport) is requested.
 
     `auto` uses device memory as far as another process can open it, which `reach` tells. Between further devices of a
@@ -139,8 +139,8 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: MemoryReach) -> str
 def describe_routes(setup: SyncSetup) -> str:
     """Describes, at the start of a run, how many pairs of rank and worker each transport serves."""
     reach = get_hosting(setup.dialect).memory_reach
-    workers = [setup.places.workers[number] for number in setup.workers]
-    pairs = ((rank, worker) for rank in setup.places.ranks for worker in workers)
+    workers = [setup.devices.workers[number] for number in setup.workers]
+    pairs = ((rank, worker) for rank in setup.devices.ranks for worker in workers)
     served = Counter(pair_route(setup.transport["kind"], rank, worker, reach) for rank, worker in pairs)
     return ", ".join(f"{count} pairs of rank and worker by {kind}" for kind, count in sorted(served.items()))
 

@@ -182,7 +182,7 @@ def sequence_number(update: int, message: Message) -> int:
     return update << 24 | (message.round + 1)
 
 
-def plan_word(plan: ReshardPlan) -> int:
+def plan_tag(plan: ReshardPlan) -> int:
     """Returns the first 60 bits of the plan's hash, which travel with every message."""
     return int(plan.hash[:15], 16)
 

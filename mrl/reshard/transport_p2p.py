@@ -25,7 +25,7 @@ from mrl.reshard.transport import (
     TransferError,
     aligned,
     largest_round,
-    plan_word,
+    plan_tag,
     received_rounds,
     run_steps,
     sequence_number,
@@ -153,7 +153,7 @@ class PointToPointSender:
         check_wanted()  # once: the group waits for its members inside torch
         plan = setup.plan()
         self._rank = rank
-        self._plan_word = plan_word(plan)
+        self._plan_tag = plan_tag(plan)
         self._update = 0
         self._staging = staging
         peers = sorted({message.worker for message in plan.sends(rank)} & set(workers))
@@ -192,7 +192,7 @@ class PointToPointSender:
 
     def post(self, message: Message) -> None:
         slot = self._slots.pop(message.worker)
-        words = torch.tensor(_header(self._update, message, self._plan_word), dtype=torch.int64)
+        words = torch.tensor(_header(self._update, message, self._plan_tag), dtype=torch.int64)
         slot[:_HEADER_WORDS].view(torch.int64).copy_(words, non_blocking=True)
         work = self._group.process_group.send(
             [slot], self._group.number("worker", message.worker), _tag(self._update, message)
@@ -218,7 +218,7 @@ class PointToPointReceiver:
     def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
         plan = setup.plan()
         self._worker = worker
-        self._plan_word = plan_word(plan)
+        self._plan_tag = plan_tag(plan)
         self._update = 0
         half = largest_round(received_rounds(plan, worker, ranks), _HEADER)
         self._buffers = [torch.empty(half, dtype=torch.uint8, device=transfer.device) for _ in range(2)]
@@ -267,7 +267,7 @@ class PointToPointReceiver:
         who = f"rank {message.source}, round {message.round} of update {self._update} for worker {self._worker}"
         self._group.wait(work, f"{who}: nothing came")
         arrived = slot[:_HEADER_WORDS].view(torch.int64).tolist()
-        wanted = _header(self._update, message, self._plan_word)
+        wanted = _header(self._update, message, self._plan_tag)
         if arrived != wanted:
             raise TransferError(
                 f"{who}: not the message that the plan expects (number, bytes, plan, rank {arrived}, not {wanted})"

@@ -37,7 +37,7 @@ from mrl.reshard.transport import (
     TransferError,
     aligned,
     largest_round,
-    plan_word,
+    plan_tag,
     received_rounds,
     sequence_number,
     wait_until,
@@ -163,7 +163,7 @@ class SharedMemoryReceiver:
         self._ranks = list(ranks)
         self._transfer = transfer
         self._timeout = setup.timeout_s
-        self._plan_word = plan_word(plan)
+        self._plan_tag = plan_tag(plan)
         half = largest_round(received_rounds(plan, worker, ranks))
         self.staging_bytes = 2 * half
         self._arena = self._make(arena_path(setup, worker), half)
@@ -194,7 +194,7 @@ class SharedMemoryReceiver:
         offset = half * self._arena.half_bytes
         for message in messages:
             words = self._words(half, message)
-            words[_OFFSET], words[_NBYTES], words[_READY], words[_PLAN] = offset, message.nbytes, 0, self._plan_word
+            words[_OFFSET], words[_NBYTES], words[_READY], words[_PLAN] = offset, message.nbytes, 0, self._plan_tag
             memory_fence()
             words[_GRANTED] = sequence_number(self._update, message)
             offset += aligned(message.nbytes)
@@ -223,7 +223,7 @@ class SharedMemoryReceiver:
         wait_until(ready, self._timeout, f"{who}: nothing came", check_rank)
         memory_fence()
         arrived = words[_READY], words[_NBYTES], words[_PLAN]
-        if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_word):
+        if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_tag):
             raise TransferError(
                 f"{who}: not the message that the plan expects (number, bytes, plan {arrived}); "
                 "does the sender belong to this run?"
@@ -268,7 +268,7 @@ class SharedMemorySender:
         self._transfer = transfer
         self._timeout = setup.timeout_s
         self._update = 0
-        self._plan_word = plan_word(setup.plan())
+        self._plan_tag = plan_tag(setup.plan())
         self._arenas: dict[int, Arena] = {}
         self._data: dict[int, Tensor] = {}
         self._index: dict[int, int] = {}
@@ -314,7 +314,7 @@ class SharedMemorySender:
         )
         memory_fence()
         words = self._granted_words(message)
-        if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_word):
+        if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_tag):
             raise TransferError(
                 f"{who}: the worker expects {words[_NBYTES]} bytes of another plan, rank "
                 f"{self._rank} has {message.nbytes}"
@@ -361,9 +361,9 @@ class SharedMemorySender:
     def wait(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if (message.round, message.worker) in self._posted:  # else its worker says that nothing came
-                self._wait_taken(message)
+                self._wait_consumed(message)
 
-    def _wait_taken(self, message: Message) -> None:
+    def _wait_consumed(self, message: Message) -> None:
         what = f"worker {message.worker} did not take round {message.round} of update {self._update}"
         wait_until(lambda: not self._is_granted(message), self._timeout, what, lambda: self._check_worker(message))
 

@@ -95,8 +95,8 @@ def without_writing(folders: tuple[str, ...]) -> bool:
     """
     version = landlock_version()
     writes = _WRITES | sum(access for since, access in _LATER_WRITES if version >= since)
-    places = {tempfile.gettempdir(), "/dev", *folders}
-    kept = keep_files(writes, {folder: writes for folder in places if os.path.isdir(folder)})
+    writable = {tempfile.gettempdir(), "/dev", *folders}
+    kept = keep_files(writes, {folder: writes for folder in writable if os.path.isdir(folder)})
     return kept and version >= KEEPS_WHOLE
 
 
@@ -140,8 +140,8 @@ def keep_files(refused: int, allowed: Mapping[str, int]) -> bool:
     rules = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     if rules < 0:
         return False
-    for place, access in allowed.items():
-        handle = os.open(place, os.O_PATH | os.O_CLOEXEC)
+    for path, access in allowed.items():
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         libc.syscall(_ADD_RULE, rules, _BENEATH, struct.pack("=Qi", access, handle), 0)
         os.close(handle)
     done = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and libc.syscall(_RESTRICT_SELF, rules, 0) == 0

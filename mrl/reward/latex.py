@@ -375,11 +375,11 @@ def _one_interval(text: str) -> str | None:
         return None
     if not _is_less(signs[0]):
         sides, signs = sides[::-1], signs[::-1]
-    place = sides.index(name)
-    if place > 1 or len(sides) - place > 2:
+    side = sides.index(name)
+    if side > 1 or len(sides) - side > 2:
         return None
-    low, opened = (sides[0], "(" if _is_strict(signs[0]) else "[") if place else (r"-\infty", "(")
-    high, closed = (sides[-1], ")" if _is_strict(signs[-1]) else "]") if place < len(sides) - 1 else (r"\infty", ")")
+    low, opened = (sides[0], "(" if _is_strict(signs[0]) else "[") if side else (r"-\infty", "(")
+    high, closed = (sides[-1], ")" if _is_strict(signs[-1]) else "]") if side < len(sides) - 1 else (r"\infty", ")")
     return f"{opened}{low},{high}{closed}"
 
 

@@ -17,7 +17,7 @@ from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
 from mrl.reward.reasoning_rule import REASONING, load_reasoning_gym
 from mrl.reward.truths import AUTO
-from mrl.reward.verl_modules import SCORES, missing, stand_in
+from mrl.reward.verl_modules import SCORES, missing, mock_verl
 
 MATH = "math"
 PATH_KEY = "reward.custom_reward_function.path"
@@ -150,7 +150,7 @@ def load_module(path: Path, key: str) -> ModuleType:
     """Loads the user's Python file at `path`, which `key` names. The file can import modules in its folder, and scores
     of verl.
     """
-    stand_in(SCORES)
+    mock_verl(SCORES)
     where = f"{key}: {path}"
     if not path.is_file():
         raise ConfigError(f"{where}: no such file (working directory: {Path.cwd()})")

@@ -22,7 +22,7 @@ _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/
 _DAPO = ("math_dapo", "math", "math_dapo_reasoning")
 
 
-class StandIn(ModuleType):
+class MockModule(ModuleType):
     """A module in place of one of verl."""
 
     lookup: Lookup | None = None  # None: it has submodules alone
@@ -46,15 +46,15 @@ class Finder(MetaPathFinder, Loader):
         self, full_name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Returns the spec of a replaced module, or of a package of some; None below a verl that is not replaced."""
-        if full_name != ROOT and not isinstance(sys.modules.get(ROOT), StandIn):
+        if full_name != ROOT and not isinstance(sys.modules.get(ROOT), MockModule):
             return None
         if any(f"{module}.".startswith(f"{full_name}.") for module in self.modules):
             return ModuleSpec(full_name, self, is_package=True)
         return None
 
-    def create_module(self, spec: ModuleSpec) -> StandIn:
+    def create_module(self, spec: ModuleSpec) -> MockModule:
         """Returns the replacement."""
-        return StandIn(spec.name, "Replaces a module of verl, which is not installed.")
+        return MockModule(spec.name, "Replaces a module of verl, which is not installed.")
 
     def exec_module(self, module: ModuleType) -> None:
         """Gives the replacement its names."""
@@ -64,7 +64,7 @@ class Finder(MetaPathFinder, Loader):
 _FINDER = Finder()
 
 
-def stand_in(modules: Mapping[str, Lookup]) -> None:
+def mock_verl(modules: Mapping[str, Lookup]) -> None:
     """Makes these modules importable, by their full names, where nothing else has them."""
     _FINDER.modules |= modules
     if _FINDER not in sys.meta_path:
@@ -74,7 +74,7 @@ def stand_in(modules: Mapping[str, Lookup]) -> None:
 def missing(error: Exception) -> str:
     """Returns what to add to the message of a failed import of verl's; empty for another error."""
     is_verls = isinstance(error, ImportError) and str(error.name).partition(".")[0] == ROOT
-    if not is_verls or not isinstance(sys.modules.get(ROOT, StandIn(ROOT)), StandIn):
+    if not is_verls or not isinstance(sys.modules.get(ROOT, MockModule(ROOT)), MockModule):
         return ""
     return f"; of verl mrl replaces only {', '.join(sorted(_FINDER.modules))}"
 
@@ -87,8 +87,8 @@ def gsm8k_answer(solution_str: str, method: str = "strict") -> str | None:
     if method != "flexible":
         raise ValueError(f"method {method!r}: must be strict or flexible")
     numbers = _NUMBER.findall(tail)
-    told = [number for number in numbers if number != "."]
-    return next(iter([*told[-1:], *numbers]), None)  # full stops alone are an answer, as verl has it
+    without_stops = [number for number in numbers if number != "."]
+    return next(iter([*without_stops[-1:], *numbers]), None)  # full stops alone are an answer, as verl has it
 
 
 def gsm8k_score(

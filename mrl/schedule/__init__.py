@@ -23,11 +23,11 @@ tokens:
     2         6 7        4 and 5 to their end; 6 and 7 to 100    4 5
 
 A dropped group is replaced in the step by the next number, which is then generated to its end. A response that is ahead
-waits at the border, and weights wait for the rewards of finished responses. So speed decides when a token is generated,
-but never with which weights. Then runs are bit-equal, if an engine's numbers do not depend on the rest of its batch.
-Bits change with every rule of the schedule except its limits of groups and concurrency. They also change with rewards
-that are not a function of the response. And they change when a group that kills engines is set aside. ready_first waits
-for nothing and guarantees only the bounds.
+waits at the boundary, and weights wait for the rewards of finished responses. So speed decides when a token is
+generated, but never with which weights. Then runs are bit-equal, if an engine's numbers do not depend on the rest of
+its batch. Bits change with every rule of the schedule except its limits of groups and concurrency. They also change
+with rewards that are not a function of the response. And they change when a group that kills engines is set aside.
+ready_first waits for nothing and guarantees only the bounds.
 
 Main types: `Schedule` (the rules), `GroupBuffer`, `Dispatcher`. May import data (samples and routes) and errors.
 """

@@ -86,7 +86,7 @@ class GroupBuffer:
         self.step = 0  # finished steps; also the version of the engines' weights
         self.groups: dict[int, Group] = {}
         self.next_number = 0
-        self.taken = 0  # groups that were trained on
+        self.trained = 0  # groups that were trained on
         self.admitted = -1  # in_order: the last version with which groups were admitted
         self._first = 0  # the first number issued with that version
         self._spare: dict[int, Group] = {}  # filtered groups that may fill the step, kept by `filter`
@@ -109,21 +109,21 @@ class GroupBuffer:
         begun = None
         if self._in_order:
             begun = self.step
-        return [self._issued(begun) for _ in range(self._room())]
+        return [self._issued(begun) for _ in range(self._issuable())]
 
     @property
     def _in_order(self) -> bool:
         return self.schedule.order == "in_order"
 
-    def _room(self) -> int:
+    def _issuable(self) -> int:
         """Returns how many groups may be issued now."""
-        room = min(self.schedule.issue_limit(self.step) - self.taken, self.schedule.max_groups) - len(self.groups)
+        count = min(self.schedule.issue_limit(self.step) - self.trained, self.schedule.max_groups) - len(self.groups)
         if not self._in_order:
-            return room
+            return count
         if self.admitted < self.step:
             self.admitted = self.step
             self._first = self.next_number
-            return self._of_whole_draws(room)
+            return self._of_whole_draws(count)
         if self.is_training:
             return 0
         return self._of_whole_draws(self.schedule.batch - len(self.groups))
@@ -153,7 +153,7 @@ class GroupBuffer:
     @property
     def is_training(self) -> bool:
         """Tells whether the step has taken its batch."""
-        return self.taken > self.step * self.schedule.batch
+        return self.trained > self.step * self.schedule.batch
 
     def is_next(self, number: int) -> bool:
         """in_order: tells whether the step will train on this group, as far as is known now."""
@@ -253,7 +253,7 @@ class GroupBuffer:
             self.counts.kept.add(group)
             self._settle(group.number)
         if batch:
-            self.taken += self.schedule.batch
+            self.trained += self.schedule.batch
         return batch or None
 
     def _batch(self) -> list[Group]:
@@ -314,7 +314,7 @@ class GroupBuffer:
 
         `on_stale` decides whether they are dropped or begin again. In order there are none.
         """
-        if self.taken != (self.step + 1) * self.schedule.batch:
+        if self.trained != (self.step + 1) * self.schedule.batch:
             raise ValueError(f"step {self.step} has not taken its batch")
         self.step += 1
         oldest = self.step - self.schedule.max_staleness

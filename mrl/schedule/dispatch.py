@@ -3,7 +3,7 @@
                   assignments                   answered
     ready  --------------------->  under way  ------------>  ended
       ^                                |
-      |    engine lost, or interrupted | at the border of this version (in_order)
+      |    engine lost, or interrupted | at the boundary of this version (in_order)
       +--------------------------------+------------>  ahead
       +--------------------- advance ---------------------+
 
@@ -180,8 +180,8 @@ class Dispatcher:
         sent = list[Assignment]()
         held = list[InLine]()
         in_line = self._ready.tokens
-        room = len(self._ready) if self.window is None else self.window - len(self.under_way)
-        while self.is_open and self.loads.free and self._ready and len(sent) < room:
+        most = len(self._ready) if self.window is None else self.window - len(self.under_way)
+        while self.is_open and self.loads.free and self._ready and len(sent) < most:
             response = self._ready.pop()
             if self._waits_alone(response.number):
                 held.append(response)
@@ -202,7 +202,7 @@ class Dispatcher:
         """
         group = self.buffer.groups[response.number]
         index = response.index
-        engine = self.loads.place(group.number, response.tokens, in_line)
+        engine = self.loads.assign(group.number, response.tokens, in_line)
         self.buffer.start(group.number)
         self._requests += 1
         allowed = self._allowed(group, index)
@@ -217,8 +217,8 @@ class Dispatcher:
     def answered(self, request: int, tokens: int, stopped: bool, context: int = 0) -> Group | None:
         """Records an answer of `tokens` tokens. `stopped` says that the response ended by itself.
 
-        `context` counts tokens of the whole response that were not sampled; at a border they may pass it. Returns the
-        group, or None for a withdrawn request. In order, a request that is interrupted before its border begins again
+        `context` counts tokens of the whole response that were not sampled; at a boundary they may pass it. Returns the
+        group, or None for a withdrawn request. In order, a request that is interrupted before its boundary begins again
         with 0 tokens. Continued, it would have other bits. A conversation comes back between two turns instead.
         """
         if request not in self.under_way:
@@ -256,7 +256,7 @@ class Dispatcher:
         In order, the next group replaces it.
         """
         self.buffer.evict(number, cause)
-        ended = self._taken_back(number)
+        ended = self._recalled(number)
         self._look_ahead(self.buffer.is_next)
         return ended
 
@@ -269,7 +269,7 @@ class Dispatcher:
         if batch is None:
             return None
         rest = self.buffer.drop_rest()
-        ended = [sent for number in rest for sent in self._taken_back(number)]
+        ended = [sent for number in rest for sent in self._recalled(number)]
         return batch, rest, ended
 
     def filter(self, number: int) -> list[int]:
@@ -278,7 +278,7 @@ class Dispatcher:
         self._look_ahead(self.buffer.is_next)
         return gone
 
-    def _taken_back(self, number: int) -> list[Assignment]:
+    def _recalled(self, number: int) -> list[Assignment]:
         requests = [self._back(request) for request in sorted(self._of_group.get(number, ()))]
         self._of_group.pop(number, None)
         self._ready.leave(number)
@@ -347,7 +347,7 @@ class Dispatcher:
             )
         self._held.clear()
         stale = self.buffer.advance()
-        ended = [sent for number in stale for sent in self._taken_back(number)]
+        ended = [sent for number in stale for sent in self._recalled(number)]
         self.loads.forget_prefixes()
         self._look_ahead(lambda number: True)
         for number in stale:

@@ -35,7 +35,7 @@ class EngineLoads:
         limit = self._max_requests
         return [engine for engine, requests in self.requests.items() if limit is None or requests < limit]
 
-    def place(self, prefix: object, tokens: int, waiting: int) -> str | None:
+    def assign(self, prefix: object, tokens: int, waiting: int) -> str | None:
         """Returns the engine for a request of so many tokens and counts them there; None if no engine is free.
 
         `waiting`: tokens of all requests to be placed now, including this one.

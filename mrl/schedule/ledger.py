@@ -15,7 +15,7 @@ from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Counts, Group
 from mrl.schedule.staleness import Schedule
 
-# numbers, borders and batches depend on these; other fields may change in a resumed run
+# numbers, boundaries and batches depend on these; other fields may change in a resumed run
 FIXED = (
     "batch",
     "responses",
@@ -83,7 +83,7 @@ def _check_numbers(ledger: Ledger) -> None:
 
 def snapshot(buffer: GroupBuffer) -> Ledger:
     """Returns a copy of the buffer's state. Raises ValueError while a step has its batch."""
-    if buffer.taken != buffer.step * buffer.schedule.batch:
+    if buffer.trained != buffer.step * buffer.schedule.batch:
         raise ValueError(f"step {buffer.step} is being trained on")
     groups = tuple(Group.from_json(buffer.groups[number].to_json()) for number in sorted(buffer.groups))
     counts = Counts.from_json(buffer.counts.to_json())
@@ -125,16 +125,16 @@ def reissued(ledger: Ledger, dropped: Collection[int]) -> Ledger:
     end = ledger.next_number
     if in_order:
         end = next((group.number for group in groups[schedule.admitted :]), end)
-        groups = [_in_time(group, place, ledger) for place, group in enumerate(groups[: schedule.admitted])]
+        groups = [_in_time(group, index, ledger) for index, group in enumerate(groups[: schedule.admitted])]
     live = {group.number for group in groups}
     known = {*ledger.settled, *range(first, ledger.frontier)} - live
     settled = tuple(sorted(number for number in known if number < end))
     return replace(ledger, next_number=end, settled=settled, groups=tuple(groups))
 
 
-def _in_time(group: Group, place: int, ledger: Ledger) -> Group:
-    """In order: returns the group, begun anew if its first token would be too old. `place`: among the live groups."""
-    trained = ledger.step + place // ledger.schedule.batch
+def _in_time(group: Group, index: int, ledger: Ledger) -> Group:
+    """In order: returns the group, begun anew if its first token would be too old. `index`: among the live groups."""
+    trained = ledger.step + index // ledger.schedule.batch
     if group.begun is not None and group.begun < trained - ledger.schedule.max_staleness:
         return replace(group.anew(), begun=ledger.step)
     return group
@@ -157,7 +157,7 @@ def restored(ledger: Ledger, schedule: Schedule) -> GroupBuffer:
     buffer.step = ledger.step
     buffer.next_number = ledger.next_number
     buffer.admitted = ledger.admitted
-    buffer.taken = ledger.step * schedule.batch
+    buffer.trained = ledger.step * schedule.batch
     buffer.frontier = ledger.frontier
     buffer.settled = set(ledger.settled)
     buffer.counts = ledger.counts

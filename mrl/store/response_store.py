@@ -2,7 +2,7 @@
 
     engine's process            object store of its node            driver                       rank
     Samples, as they finish --> blocks: a few short responses, <--- ResponseStore: SampleRows,   its rows' ResponseStore
-                                or one long one                     block and place of each row  --read--> Samples
+                                or one long one                     block and its row of each row --read--> Samples
                                 beside each its routes                                           --routes.py--> layers
 
 A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes take hundreds of
@@ -59,7 +59,7 @@ class ResponseBlock:
 
 @dataclass(frozen=True)
 class ResponseStore:
-    """Responses in some order. Row i is row `place[i]` of `blocks[block[i]]`.
+    """Responses in some order. Row i is row `block_row[i]` of `blocks[block[i]]`.
 
     The driver keeps each response of a step alone until its group is taken. Columns of its own would be two thousand
     bytes a response. So a row that is kept alone shares the columns of those that were told with it.
@@ -67,7 +67,7 @@ class ResponseStore:
 
     numbers: SampleRows  # of these responses, or of some more; see `only`
     block: np.ndarray  # int64 [rows]
-    place: np.ndarray  # int64 [rows]
+    block_row: np.ndarray  # int64 [rows]
     blocks: tuple[ResponseBlock, ...]
     only: int | None = None  # the row of `numbers` that is the only response here; None: all are
 
@@ -105,8 +105,8 @@ class ResponseStore:
     @classmethod
     def of_blocks(cls, rows: SampleRows, sizes: Sequence[int], blocks: Sequence[ResponseBlock]) -> "ResponseStore":
         """Returns all rows of several blocks. `sizes` are the numbers of their rows."""
-        place = np.concatenate([np.arange(size) for size in sizes])
-        return cls(rows, np.repeat(np.arange(len(sizes)), sizes), place, tuple(blocks))
+        block_row = np.concatenate([np.arange(size) for size in sizes])
+        return cls(rows, np.repeat(np.arange(len(sizes)), sizes), block_row, tuple(blocks))
 
     @classmethod
     def put_here(cls, samples: Samples) -> "ResponseStore":
@@ -131,7 +131,7 @@ class ResponseStore:
         return type(parts[0])(
             _joined_rows(parts),
             np.concatenate([own[part.block] for part, own in zip(parts, numbers, strict=True)]),
-            np.concatenate([part.place for part in parts]),
+            np.concatenate([part.block_row for part in parts]),
             tuple(blocks.values()),
         )
 
@@ -143,18 +143,18 @@ class ResponseStore:
         used, first, block = np.unique(self.block[index], return_index=True, return_inverse=True)
         order = np.argsort(first)
         blocks = tuple(self.blocks[i] for i in used[order])
-        return type(self)(self.rows.rows(index), np.argsort(order)[block], self.place[index], blocks)
+        return type(self)(self.rows.rows(index), np.argsort(order)[block], self.block_row[index], blocks)
 
     def row(self, index: int) -> "ResponseStore":
         """Returns one row, as `take` does, in a tenth of the time. It shares all columns until they are read."""
         (block,) = self.block[index : index + 1]
-        place = self.place[index : index + 1]
-        if not place[0]:
-            place = _FIRST
+        block_row = self.block_row[index : index + 1]
+        if not block_row[0]:
+            block_row = _FIRST
         only = self.only
         if only is None:
             only = index
-        return type(self)(self.numbers, _FIRST, place, (self.blocks[block],), only)
+        return type(self)(self.numbers, _FIRST, block_row, (self.blocks[block],), only)
 
     def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "ResponseStore":
         """Returns the responses under other ids. Ids inside the blocks stay unchanged."""
@@ -181,7 +181,7 @@ class ResponseStore:
     def assembled(self, blocks: Sequence[Samples]) -> Samples:
         """Builds the responses from fetched `blocks`."""
         lengths = [len(block) for block in blocks]
-        index = (np.cumsum(lengths) - lengths)[self.block] + self.place
+        index = (np.cumsum(lengths) - lengths)[self.block] + self.block_row
         whole = Samples.joined(blocks)
         if not np.array_equal(index, np.arange(len(whole))):  # long responses are in order already
             whole = whole.rows(index)

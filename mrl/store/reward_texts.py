@@ -23,10 +23,10 @@ Texts = dict[str, str]  # parts of a response, by name
 
 @dataclass(frozen=True)
 class KeptTexts:
-    """The place where a result's texts are stored."""
+    """Where a result's texts are stored: the call that returned them and their index there."""
 
     call: Any  # reference to the texts of a call, list[Texts]
-    place: int
+    index: int
 
 
 def split(results: Sequence[RewardResult]) -> tuple[list[RewardResult], list[Texts]]:
@@ -60,4 +60,4 @@ def with_texts(
 
 
 def _whole(result: RewardResult, texts: Sequence[Texts]) -> RewardResult:
-    return replace(result, parts=result.parts | texts[result.texts.place], texts=None)
+    return replace(result, parts=result.parts | texts[result.texts.index], texts=None)

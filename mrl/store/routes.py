@@ -17,7 +17,7 @@ import ray
 
 from mrl.data.routes import RoutesHere, end_to_end, missing_in, recoded
 from mrl.data.samples import Samples
-from mrl.process.ray_places import on_node
+from mrl.process.ray_nodes import on_node
 from mrl.store.response_store import ResponseStore
 
 Readers = Mapping[str, Any]  # by node, the handle of a RouteReader
@@ -123,9 +123,9 @@ def _asked(
 def _together(size: int, order: list[np.ndarray], parts: list[np.ndarray | None]) -> RoutesHere:
     """Joins parts of several nodes. Each has the routes of the tokens in `order`."""
     known = [(tokens, part) for tokens, part in zip(order, parts, strict=True) if part is not None]
-    places = np.full(size, -1, np.int64)
-    places[np.concatenate([tokens for tokens, _ in known])] = np.arange(sum(len(tokens) for tokens, _ in known))
-    return RoutesHere(places, known[0][1] if len(known) == 1 else end_to_end([part for _, part in known]))
+    value_rows = np.full(size, -1, np.int64)
+    value_rows[np.concatenate([tokens for tokens, _ in known])] = np.arange(sum(len(tokens) for tokens, _ in known))
+    return RoutesHere(value_rows, known[0][1] if len(known) == 1 else end_to_end([part for _, part in known]))
 
 
 def _within_blocks(stored: ResponseStore, lengths: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -134,8 +134,8 @@ def _within_blocks(stored: ResponseStore, lengths: Sequence[np.ndarray]) -> tupl
     `lengths` are those of each block's rows.
     """
     starts = [np.cumsum(each) - each for each in lengths]
-    places = list(zip(stored.block.tolist(), stored.place.tolist(), strict=True))
-    own = np.array([lengths[block][place] for block, place in places], np.int64)
-    first = np.array([starts[block][place] for block, place in places], np.int64)
+    rows = list(zip(stored.block.tolist(), stored.block_row.tolist(), strict=True))
+    own = np.array([lengths[block][row] for block, row in rows], np.int64)
+    first = np.array([starts[block][row] for block, row in rows], np.int64)
     ends = np.cumsum(own)
     return own, np.repeat(first - (ends - own), own) + np.arange(int(ends[-1]))

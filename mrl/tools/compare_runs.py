@@ -145,9 +145,9 @@ def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
     Works in a temporary folder beside the configured run directory. Raises what the runs end with.
     """
     begun = perf_counter()
-    place = run_dir_of(resolved.config.trainer).resolve()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f"{place.name}.verify-resume-", dir=place.parent))
+    run_dir = run_dir_of(resolved.config.trainer).resolve()
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}.verify-resume-", dir=run_dir.parent))
     try:
         run = RunDir(work / "run")
         whole = work / "whole"

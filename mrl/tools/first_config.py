@@ -115,7 +115,7 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
         recipe = "gspo"
     sizes = _engine_sizes(model, count)
     against = _Against()
-    for adam in _places_of_adam(count):
+    for adam in _adam_options(count):
         ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
         ways = [values | missing_switches(RunConfig.model_validate(nested(values | data)), model) for values in ways]
         configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
@@ -187,7 +187,7 @@ class _Against:
     broken: list[Violation] = field(default_factory=list)  # by actors that fit, the fastest first
 
 
-def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
+def _adam_options(count: DeviceCount) -> tuple[dict[str, Any], ...]:
     """Returns keys that put Adam's states on the devices, and on the host; on a CPU both are the same."""
     on_host = {"actor.optim.override_optimizer_config": HOST_ADAM, "actor.optimizer_offload": False}
     if count.device.platform == "cpu":

@@ -23,7 +23,7 @@ class MeasuredData:
     """Tokens of each usable prompt, and of the longest answer with its end."""
 
     train: tuple[int, ...]
-    val: tuple[int, ...]  # empty without held-out files
+    val: tuple[int, ...]  # empty without validation files
     answer: int
 
     def __str__(self) -> str:
@@ -37,16 +37,16 @@ class MeasuredData:
 
         All prompts fit that leave room for the longest answer. Raises ConfigError where none does.
         """
-        room = positions - self.answer
+        longest_prompt = positions - self.answer
         for prompts in filter(None, (self.train, self.val)):
-            if min(prompts) > room:
+            if min(prompts) > longest_prompt:
                 raise ConfigError(
                     f"no prompt of a file fits: the model has {positions} positions, the shortest prompt "
                     f"{min(prompts)} tokens and the longest answer {self.answer}; give shorter rows, or a model of a "
                     "longer context"
                 )
-        longest = max(tokens for tokens in (*self.train, *self.val) if tokens <= room)
-        prompt = min(round_up(longest, _STEP), room)
+        longest = max(tokens for tokens in (*self.train, *self.val) if tokens <= longest_prompt)
+        prompt = min(round_up(longest, _STEP), longest_prompt)
         return prompt, min(most, positions - prompt)
 
     def batch(self, prompt: int, usual: int, mini: int) -> tuple[int, int]:

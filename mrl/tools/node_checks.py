@@ -175,7 +175,7 @@ def check_nodes(address: str, device: str) -> tuple[int, list[str]]:
     """
     import ray
 
-    from mrl.process.ray_places import on_node
+    from mrl.process.ray_nodes import on_node
 
     ray.init(address=address, log_to_driver=False, logging_level="error", namespace="mrl-doctor")
     kind = ray.remote(Listener)

@@ -23,11 +23,11 @@ def story_of(run: RunDir, file: StepFile, sample_id: int) -> dict[str, Any]:
     Raises ConfigError if the step has no such response.
     """
     rows = file.read(np.arange(len(file.scores)))
-    places = [place for place, row in enumerate(rows) if row["sample_id"] == sample_id]
-    if not places:
+    found = [number for number, row in enumerate(rows) if row["sample_id"] == sample_id]
+    if not found:
         ids = sorted(row["sample_id"] for row in rows)
         raise ConfigError(f"--id {sample_id}: step {file.step} has no such response; it has {ids[0]} to {ids[-1]}")
-    row = rows[places[0]]
+    row = rows[found[0]]
     (gap,) = file.differences([sample_id])
     group = [each for each in rows if each["group_id"] == row["group_id"]]
     config = _config(run)

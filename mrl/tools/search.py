@@ -143,12 +143,12 @@ class Candidate:
         spread = ""
         if experts > 1:
             spread = f"; experts {'inside a node' if experts <= per_node else 'across nodes'}"
-        room = (
+        text = (
             f"{self.phase.total / GIB:.1f} of {self.phase.device_bytes / GIB:.1f} GiB in {self.phase.name}, "
             f"most {self.phase.largest}"
         )
         share = f"computing {s.compute / s.total:.0%} of the update, then {worst} {costs[worst] / s.total:.0%}"
-        return f"{room}; {share}; tensor {where}{spread}; recompute {self.recompute}"
+        return f"{text}; {share}; tensor {where}{spread}; recompute {self.recompute}"
 
 
 @dataclass(frozen=True)

@@ -279,7 +279,7 @@ def placed(kind: type, node: str):
     """The kind as an actor of Ray on the node, which stores what it returns as engines and scorers do."""
     import ray
 
-    from mrl.process.ray_places import on_node
+    from mrl.process.ray_nodes import on_node
     from mrl.store.response_store import SMALL_OBJECTS
 
     return ray.remote(kind).options(**on_node(node), runtime_env={"env_vars": SMALL_OBJECTS})
@@ -289,7 +289,7 @@ def engine_group(config, node: str, engine: FakeEngine):
     """The product's engines on the node, each with a copy of `engine` for vLLM."""
     from mrl.cluster.engine_fleet import EngineFleet
     from mrl.cluster.rollout_group import RolloutGroup, request_limit
-    from mrl.config.places import Deployment
+    from mrl.config.deployment import Deployment
     from mrl.engine.engine_worker import EngineWorker
     from mrl.engine.outbox import Outboxes
 
@@ -416,7 +416,7 @@ class Ranks:
 
         from mrl.model import planning_model_spec
         from mrl.model.layout import TrainLayout
-        from mrl.process.ray_places import on_node
+        from mrl.process.ray_nodes import on_node
         from mrl.store.routes import start_readers
 
         self.config, (self.model, _) = config, planning_model_spec(config.model.path)
@@ -630,7 +630,7 @@ def store_bytes(responses: int, routes: bool) -> int:
     return max(4 * 1024**3, responses * 7_000_000) if routes else 1024**3
 
 
-def words_of(side: str, responses: int, routes: bool, turns: int = 1) -> list[str]:
+def as_fp8(side: str, responses: int, routes: bool, turns: int = 1) -> list[str]:
     """The command of a child."""
     words = [sys.executable, __file__, "--child", side, "--responses", str(responses), "--turns", str(turns)]
     if routes:
@@ -641,7 +641,7 @@ def words_of(side: str, responses: int, routes: bool, turns: int = 1) -> list[st
 def run_side(side: str, code: Path, responses: int, routes: bool, turns: int) -> dict:
     """A child process with the packages of this environment and the code of a tree."""
     env = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
-    command = words_of(side, responses, routes, turns)
+    command = as_fp8(side, responses, routes, turns)
     done = subprocess.run(command, cwd=code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
     name = side
     if turns > 1:
@@ -659,7 +659,7 @@ def run_nodes(responses: int, routes: bool) -> dict:
         rays = RayNodes(net, (2, 2), ("--object-store-memory", str(store_bytes(responses, routes))))
         rays.start()
         net.shape(LINK)
-        command = ["env", f"--chdir={ROOT}", *words_of("now", responses, routes)]
+        command = ["env", f"--chdir={ROOT}", *as_fp8("now", responses, routes)]
         done = net.nodes[0].run(*command, env=rays.environment, stderr=None, capture_output=False,
             stdout=subprocess.PIPE, timeout=900)  # fmt: skip
     return {"side": "nodes", "responses": responses} | json.loads(done.stdout.splitlines()[-1])

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 from data_plane import FULL
 from data_plane import RATE as RATE_OF_RESPONSES
-from data_plane import words_of as words_of_plane
+from data_plane import as_fp8 as words_of_plane
 from peers import CASES, ROOT, programs, settings_of, train_command, world_model
 
 from mrl.record.run_dir import METRICS, read_metrics

@@ -298,7 +298,7 @@ class Served:
         )  # fmt: skip
         result = self.actor.log_probs(batch)
         found = np.zeros(sum(responses), np.float32)
-        found[batch.places_of(result.rows)] = result.log_probs
+        found[batch.token_indices(result.rows)] = result.log_probs
         return found.tolist()
 
 

@@ -101,7 +101,7 @@ def compare(machine: Machine, layers: str, folder: Path, kind: str = "") -> Figu
     longest = max(lengths, key=lambda kind: abs(lengths[kind] - 1))
     figures = {
         "kernels": actor.kernels(), "dtype": DTYPE[machine.small],
-        "log_prob_error": float(abs(result.log_probs - expected[batch.places_of(result.rows)]).mean()),
+        "log_prob_error": float(abs(result.log_probs - expected[batch.token_indices(result.rows)]).mean()),
         "gradient_error": errors[worst], "worst_gradient": worst,
         "gradient_length": lengths[longest], "worst_length": longest,
     }  # fmt: skip

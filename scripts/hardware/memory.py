@@ -103,17 +103,17 @@ def words(machine: Machine) -> Figures:
     """
     import torch
 
-    from mrl.reshard.quantise import block_scales, words_of
+    from mrl.reshard.quantise import as_fp8, block_scales
 
     shape = (machine.size(6144, 256), machine.size(4096, 384))
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     there = weight.to(machine.torch_device)
-    made = words_of(there, block_scales(there, 128), 128)
-    seconds = machine.seconds(lambda: words_of(there, block_scales(there, 128), 128))
+    made = as_fp8(there, block_scales(there, 128), 128)
+    seconds = machine.seconds(lambda: as_fp8(there, block_scales(there, 128), 128))
     scales, on_host = block_scales(there, 128).cpu(), block_scales(weight, 128)
     apart = (scales.view(torch.int32) - on_host.view(torch.int32)).abs().max().item()
     expect(apart <= int(not machine.small), f"the device's scales are {apart} floats from the host's")
-    here = words_of(weight, scales, 128)
+    here = as_fp8(weight, scales, 128)
     expect(torch.equal(made.cpu().view(torch.uint8), here.view(torch.uint8)), "the device's words are not the host's")
     return {"gb_per_s": weight.nbytes / seconds / 1e9, "bytes": weight.nbytes, "scales_apart": apart}
 
@@ -128,7 +128,7 @@ def words_of_vllm(machine: Machine) -> Figures:
     except ImportError:
         raise Skip("vLLM is not installed") from None
 
-    from mrl.reshard.quantise import block_scales, words_of
+    from mrl.reshard.quantise import as_fp8, block_scales
 
     weight = torch.randn((512, 384), generator=torch.Generator().manual_seed(0)).to(
         machine.torch_device, torch.bfloat16
@@ -136,7 +136,7 @@ def words_of_vllm(machine: Machine) -> Figures:
     words, scales = per_block_cast_to_fp8(weight, [128, 128], use_ue8m0=False)
     own = block_scales(weight, 128)
     expect(torch.equal(own, scales), "scales are not those of vLLM")
-    made = words_of(weight, own, 128)
+    made = as_fp8(weight, own, 128)
     expect(torch.equal(made.view(torch.uint8), words.view(torch.uint8)), "words are not those of vLLM")
     return {"blocks": own.numel()}
 

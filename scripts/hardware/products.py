@@ -204,7 +204,7 @@ def log_probs(machine: Machine) -> Figures:
     import torch
     import torch.distributed as dist
 
-    from mrl.rank.logprob import head_gradient_in_words, lean_log_probs
+    from mrl.rank.logprob import head_gradient_text, lean_log_probs
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -240,7 +240,7 @@ def log_probs(machine: Machine) -> Figures:
         }
         states.grad = weight.grad = None
         found |= {f"{name}_gib": machine.peak_of(both(way))}
-    return found | {"tokens": tokens, "words": words, "weight_gradient": head_gradient_in_words(weight)}
+    return found | {"tokens": tokens, "words": words, "weight_gradient": head_gradient_text(weight)}
 
 
 @check(fast=True)

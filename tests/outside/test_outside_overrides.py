@@ -9,7 +9,7 @@ from golden import golden
 from mrl.errors import ConfigError
 from mrl.tools.import_verl.expansion import Value
 from mrl.tools.import_verl.hydra_values import hydra_value, read_value
-from mrl.tools.import_verl.verl_command import from_words
+from mrl.tools.import_verl.verl_command import from_arguments
 
 
 def named(value):
@@ -43,7 +43,7 @@ def test_sections_are_merged_as_in_verls_configuration():
     """Each key that verl's configuration has otherwise is there with that value, and all others are as they were."""
     compared = 0
     for case in (case for case in golden("overrides") if "words" in case):
-        command = from_words([Value(word) for word in case["words"]])
+        command = from_arguments([Value(word) for word in case["words"]])
         ours = {override.key: override.value for override in command.overrides}
         assert not command.faults
         assert case["changed"].keys() <= ours.keys(), case["words"]

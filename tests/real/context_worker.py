@@ -67,12 +67,12 @@ def _log_probs(actor: MegatronActor, batch: TrainBatch) -> dict:
     if results[0] is None:
         return {}
     own, whole = (np.zeros(len(batch.rollout_log_probs)) for _ in results)
-    own[batch.sampled_places_of(results[0].rows)] = results[0].log_probs
-    whole[batch.places_of(results[1].rows)] = results[1].log_probs
+    own[batch.sampled_indices(results[0].rows)] = results[0].log_probs
+    whole[batch.token_indices(results[1].rows)] = results[1].log_probs
     return {
         "log_prob_error": float(np.abs(own - whole)[batch.sampled].max()),
         "counted": results[0].entropy[1],
-        "sampled": int(batch.sampled[batch.places_of(results[0].rows)].sum()),
+        "sampled": int(batch.sampled[batch.token_indices(results[0].rows)].sum()),
         "entropy_apart": abs(results[0].entropy[0] - results[1].entropy[0]),
     }
 

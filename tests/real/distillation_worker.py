@@ -22,7 +22,7 @@ from mrl.rank.actor import MegatronActor
 from mrl.rank.batching import RowLengths
 from mrl.rank.cut import step_cut, teacher_cut
 
-_OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_words", "of_teacher_words")
+_OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_top_ids", "teacher_top_log_probs")
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
@@ -80,8 +80,8 @@ def _ask(actor: MegatronActor, batch: TrainBatch, file: Path) -> dict:
         known = in_rows(part, own, columns["teacher_log_probs"])
         log_probs[:, : known.shape[1]] = known
         words = {}
-        if "teacher_words" in columns:
-            words = {"words": columns["teacher_words"], "of_words": columns["of_teacher_words"]}
+        if "teacher_top_ids" in columns:
+            words = {"words": columns["teacher_top_ids"], "of_words": columns["teacher_top_log_probs"]}
         np.savez(file, rows=rows[own], log_probs=log_probs, **words)
     on_device = sum(p.untyped_storage().nbytes() for chunk in teacher._chunks for p in chunk.parameters())
     trained = [p.requires_grad for chunk in teacher._chunks for p in chunk.parameters()]

@@ -19,7 +19,7 @@ from mrl.config.load import load_config
 from mrl.config.schema_actor import SWITCHES
 from mrl.driver import loop
 from mrl.driver.assemble import Run, open_run
-from mrl.driver.loop import held_out_metrics, train, train_step
+from mrl.driver.loop import train, train_step, validation_metrics
 from mrl.driver.preflight import RunInputs
 from mrl.driver.reporting import memory_metrics
 from mrl.errors import Interrupted
@@ -127,7 +127,7 @@ def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_not
         ledgers = Ledgers(run)
         with ledgers.watching():
             train(run)
-        places = [tuple(place) for name in ("actor", "engines") for place in places_of(run, name)]
+        places = [tuple(place) for name in ("actor", "engines") for place in devices_of(run, name)]
     assert_same_run(separate, tmp_path / "colocated", STEPS)
     assert len(places) == 4 and len(set(places)) == 2, "two ranks and two workers on two devices"
     assert max(ledgers.engines_asleep) < 0.05 * min(ledgers.engines_awake)
@@ -158,7 +158,7 @@ def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_wher
     """The plan of the second step's update asks for an optimizer that no device has room for."""
     with open_run(colocated(world, tmp_path / "run"), resume=False) as run:
         run.placement.begin(0)
-        run.record.write(0, held_out_metrics(run) | memory_metrics(run.hosts))
+        run.record.write(0, validation_metrics(run) | memory_metrics(run.hosts))
         run.generation.begin()
         train_step(run)
         gate = run.placement._gate
@@ -187,6 +187,6 @@ def test_other_layouts_and_paths_change_no_bit_either(world, tmp_path, more):
     assert_same_run(*runs, STEPS)
 
 
-def places_of(run: Run, group: str) -> list:
-    refs = (run.actor if group == "actor" else run.responder.engines).refs("places")
+def devices_of(run: Run, group: str) -> list:
+    refs = (run.actor if group == "actor" else run.responder.engines).refs("devices")
     return [place for answer in ray.get(list(refs.values())) for place in answer]

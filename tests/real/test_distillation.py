@@ -32,7 +32,7 @@ CASES = {
     "bfloat16-tp2-pp2": ({TP: 2}, "shared", {PP: 2}, {}, True),
 }
 # the same, with a loss over the teacher's likeliest words
-OVER_WORDS = {
+OVER_TOP_K = {
     "words-tp2-pp2": ({TP: 2}, "dense", {PP: 2}, {}, False),
     "words-dp2-tp2": ({}, "dense", {TP: 2}, {}, False),
     "words-cp2-tp2": ({CP: 2}, "shared", {TP: 2}, PADDED, True),
@@ -80,8 +80,8 @@ def distributions(model, batch) -> list[torch.Tensor]:
     return found
 
 
-def words_file(folder: Path, reference, words: np.ndarray, of_words: np.ndarray, name: str) -> Path:
-    np.savez(folder / f"{name}-words.npz", teacher_words=words, of_teacher_words=of_words)
+def words_file(folder: Path, reference, words: np.ndarray, top_log_probs: np.ndarray, name: str) -> Path:
+    np.savez(folder / f"{name}-words.npz", teacher_top_ids=words, teacher_top_log_probs=top_log_probs)
     return folder / f"{name}-words.npz"
 
 
@@ -90,7 +90,7 @@ def results(folder, reference, teachers) -> Path:
     """Each case with its teacher, and without it."""
     cases = []
     words = {name: words_file(folder, reference, *teachers[name][2:], name) for name in TEACHERS}
-    for name, (degrees, teacher, others, settings, offloaded) in (CASES | OVER_WORDS).items():
+    for name, (degrees, teacher, others, settings, offloaded) in (CASES | OVER_TOP_K).items():
         case = parity._case("moe-dp2", {"moe": reference})
         config = case["config"]
         config["actor"] |= {"layout": {"world_size": RANKS} | degrees, "override_ddp_config": {}} | settings
@@ -106,7 +106,7 @@ def results(folder, reference, teachers) -> Path:
             "param_offload": offloaded,
         }
         taught = {"enabled": True, "teacher_model": model}
-        if name in OVER_WORDS:
+        if name in OVER_TOP_K:
             case["words"] = str(words[teacher])
             taught["distillation_loss"] = {"loss_mode": "reverse_kl_topk", "use_policy_gradient": False,
                 "topk": WORDS, "distillation_loss_coef": COEF}  # fmt: skip
@@ -144,22 +144,22 @@ def test_the_actor_computes_what_it_computes_without_a_teacher(case, results):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("case", OVER_WORDS)
+@pytest.mark.parametrize("case", OVER_TOP_K)
 def test_the_teachers_likeliest_words_are_those_of_hugging_face(case, results, teachers, reference):
-    _, _, words, of_words = teachers[OVER_WORDS[case][1]]
+    _, _, words, top_log_probs = teachers[OVER_TOP_K[case][1]]
     parts = [np.load(file) for file in sorted((results / case).glob("teacher-*.npz"))]
     counts = reference.batch.response_lengths
     ends = np.cumsum(counts)
     for part in parts:
         tokens = np.concatenate([np.arange(ends[row] - counts[row], ends[row]) for row in part["rows"]])
         np.testing.assert_array_equal(part["words"], words[tokens])
-        assert np.abs(part["of_words"] - of_words[tokens]).max() < 1e-5
+        assert np.abs(part["of_words"] - top_log_probs[tokens]).max() < 1e-5
 
 
-@pytest.mark.parametrize("case", OVER_WORDS)
+@pytest.mark.parametrize("case", OVER_TOP_K)
 def test_gradients_of_a_loss_over_words_are_those_of_autograd(case, results, teachers, reference, folder):
     """Against the Hugging Face model: GSPO's loss, and the KL over the words and all others as one, written anew."""
-    _, _, words, of_words = teachers[OVER_WORDS[case][1]]
+    _, _, words, top_log_probs = teachers[OVER_TOP_K[case][1]]
     model = tiny_moe()
     loss = parity._sequence_gspo(model, reference.batch)
     ends = np.cumsum(reference.batch.response_lengths)
@@ -167,7 +167,7 @@ def test_gradients_of_a_loss_over_words_are_those_of_autograd(case, results, tea
     for row, log_probs in enumerate(distributions(model, reference.batch)):
         tokens = slice(ends[row] - len(log_probs), ends[row])
         own = log_probs.gather(-1, torch.from_numpy(words[tokens]).long())
-        theirs = torch.from_numpy(of_words[tokens])
+        theirs = torch.from_numpy(top_log_probs[tokens])
         left, kept = (1 - each.exp().sum(-1) for each in (own, theirs))
         each = (own.exp() * (own - theirs)).sum(-1) + left * (left.log() - kept.log())
         kl.append(each.mean())

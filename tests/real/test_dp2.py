@@ -28,7 +28,7 @@ from mrl.cluster.calls import Late
 from mrl.cluster.process_logs import log_file
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.engine.requests import Request, Sampling
 from mrl.errors import Interrupted
 from mrl.generate.rollouts import generate

@@ -22,8 +22,8 @@ from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.rollout_group import RolloutGroup, request_limit
 from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
+from mrl.config.deployment import Deployment
 from mrl.config.load import load_config
-from mrl.config.places import Deployment
 from mrl.data.samples import Sample, packed
 from mrl.engine.engine_worker import EngineWorker
 from mrl.engine.outbox import Outboxes

@@ -118,7 +118,7 @@ def test_state_is_predicted_within_two_percent(layout, what, truth):
     adam = OPTIMIZERS.get(layout, {"optimizer_offload_fraction": 0.0})
     staying = not adam.get("use_precision_aware_optimizer")
     precision = Precision(
-        parameters=_element_bytes(layout), host_share=adam["optimizer_offload_fraction"], masters_stay=staying
+        parameters=_element_bytes(layout), host_share=adam["optimizer_offload_fraction"], keeps_masters=staying
     )
     for report in truth[layout]:
         predicted = getattr(stage_state(model, train, report["stage"], precision, lora=_lora(layout)), what)

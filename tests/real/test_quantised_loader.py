@@ -18,7 +18,7 @@ from mrl.model.layout import RolloutLayout
 from mrl.model.quantised import SCALES, engine_quantisation, quantised_tensors
 from mrl.model.vllm_parameters import target_parameters
 from mrl.model.weight_map import DRAFTING
-from mrl.reshard.quantise import block_scales, quantised, words_of
+from mrl.reshard.quantise import as_fp8, block_scales, quantised
 
 pytestmark = pytest.mark.real
 __all__ = ["environment"]  # a fixture of that module, for this one too
@@ -45,7 +45,7 @@ def test_words_and_scales_have_the_bits_of_vllms_own_quantisation(shape, block, 
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])) * size).bfloat16()
     words, scales = vllms(weight, block)
     assert torch.equal(block_scales(weight, block), scales)
-    assert torch.equal(raw(words_of(weight, scales, block)), raw(words))
+    assert torch.equal(raw(as_fp8(weight, scales, block)), raw(words))
 
 
 def weights_of(spec) -> dict[str, torch.Tensor]:
@@ -68,9 +68,9 @@ def in_fp8(monkeypatch):
     """vLLM's CPU platform chooses the stand-in, as in an engine's worker."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-    from mrl.engine.cpu_fp8 import stand_in
+    from mrl.engine.cpu_fp8 import quant_method
 
-    monkeypatch.setattr(Fp8Config, "get_quant_method", stand_in)
+    monkeypatch.setattr(Fp8Config, "get_quant_method", quant_method)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-tied", "qwen3-moe", "glm4-moe"])
@@ -169,7 +169,7 @@ def test_a_stand_in_multiplies_words_times_scales_alike_in_any_batch(rows):
     noise = torch.Generator().manual_seed(3)
     weight, x = (torch.randn(shape, generator=noise).bfloat16() for shape in ((96, 64), (64, 64)))
     scales = block_scales(weight, BLOCK)
-    layer = SimpleNamespace(weight=words_of(weight, scales, BLOCK), weight_scale_inv=scales)
+    layer = SimpleNamespace(weight=as_fp8(weight, scales, BLOCK), weight_scale_inv=scales)
     method = Fp8Linear([BLOCK, BLOCK])
     answer = method.apply(layer, x)
     assert torch.equal(method.apply(layer, x[:rows]), answer[:rows])

@@ -29,7 +29,7 @@ from test_sync import (
 
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.weight_sync import WeightSync
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
 

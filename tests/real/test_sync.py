@@ -37,7 +37,7 @@ from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.seats import actor_seats, engine_seats
 from mrl.cluster.weight_sync import WeightSync
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import RunConfig
 from mrl.data.samples import Samples
 from mrl.engine.requests import Request, Sampling

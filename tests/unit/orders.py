@@ -1,6 +1,6 @@
 """Orders of a run's steps for tests that need few of their fields."""
 
-from mrl.config.places import Deployment
+from mrl.config.deployment import Deployment
 from mrl.config.schema import RunConfig
 from mrl.driver.assemble_files import FilesOrder
 from mrl.driver.resume import RunIdentity

@@ -162,7 +162,7 @@ class ReplicaCritic:
         if not self.on_last_stage:
             return None
         rows = np.unique(np.concatenate([micro.rows for micro in micros if not micro.is_filler]))
-        own = self.value(batch.rollout_log_probs[batch.sampled_places_of(rows)])
+        own = self.value(batch.rollout_log_probs[batch.sampled_indices(rows)])
         return rows, {"critic_values": own.astype(np.float32)}
 
     def update_replica(self, batch, mini_batches, counts):

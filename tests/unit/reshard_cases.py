@@ -8,7 +8,7 @@ from test_reshard_source import random_layouts
 
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.rotation import Rotation
 from mrl.model.vllm_parameters import target_parameters
@@ -103,5 +103,5 @@ def random_topology(rng: random.Random, ranks: int, workers: int) -> Topology | 
     if kind == "unknown":
         return None
     first = 0 if kind == "colocated" else ranks
-    places = [Place(*divmod(device, per_node)) for device in range(ranks + workers)]
+    places = [DeviceId(*divmod(device, per_node)) for device in range(ranks + workers)]
     return Topology(tuple(places[:ranks]), tuple(places[first : first + workers]))

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mrl.config.deployment import Deployment, rank_devices
 from mrl.config.load import load_config
-from mrl.config.places import Deployment, rank_places
 from mrl.model import planning_model_spec
 from mrl.plan.plan_inputs import PlanInputs, device_for
 from mrl.plan.run_plan import reshard_plan_of
@@ -187,7 +187,7 @@ def planned(preset: str, *overrides: str):
     model, _ = planning_model_spec(config.model.path)
     inputs = PlanInputs.of(config, model, device_for(config))
     plan = reshard_plan_of(config, inputs.model, inputs.train)
-    ranks, workers = rank_places(Deployment.of(config))
+    ranks, workers = rank_devices(Deployment.of(config))
     reach = get_hosting(config.cluster.device).memory_reach
     kind = config.reshard.transport
 

@@ -169,7 +169,7 @@ def test_a_cut_costs_and_pads_what_the_same_sequences_do_as_rows_of_their_own(sh
         splitter = Splitter(shape, int(rng.integers(1, 4)), 1, max_tokens=400, per_token=1.0, per_pair=2.0)
         shares = splitter.shares(lengths)
         alone = RowLengths(lengths.sequences)
-        apart = tuple(tuple(replace(micro, rows=lengths.places(micro.rows)) for micro in rank) for rank in shares)
+        apart = tuple(tuple(replace(micro, rows=lengths.indices(micro.rows)) for micro in rank) for rank in shares)
         assert splitter.load(lengths, shares) == splitter.load(alone, apart)
         assert splitter.costs(lengths).sum() == pytest.approx(splitter.costs(alone).sum())
         packs = [alone.rows(micro.rows).sequences for rank in apart for micro in rank]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from mrl.acting.chat_api import BadRequest, ChatCall, ChatMessage, ChatRequest
-from mrl.acting.chat_turns import ChatPlace, KeptTurns, Move, Why
+from mrl.acting.chat_turns import ChatPosition, KeptTurns, Move, Why
 
 
 def user(text: str) -> ChatMessage:
@@ -25,13 +25,13 @@ def asked(*messages: ChatMessage, tools=()) -> ChatRequest:
     return ChatRequest(messages, tools)
 
 
-def answered(kept: KeptTurns, request: ChatRequest, answer: ChatMessage) -> ChatPlace:
-    place = kept.place(request)
-    kept.answer(kept.open(request, place), answer)
-    return place
+def answered(kept: KeptTurns, request: ChatRequest, answer: ChatMessage) -> ChatPosition:
+    position = kept.locate(request)
+    kept.answer(kept.open(request, position), answer)
+    return position
 
 
-def sampled(*steps: tuple[ChatRequest, ChatMessage]) -> tuple[KeptTurns, list[ChatPlace]]:
+def sampled(*steps: tuple[ChatRequest, ChatMessage]) -> tuple[KeptTurns, list[ChatPosition]]:
     kept = KeptTurns()
     return kept, [answered(kept, *step) for step in steps]
 
@@ -46,30 +46,30 @@ TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 
 def test_the_example_of_the_module():
-    assert KeptTurns().place(FIRST) == ChatPlace(Move.BEGINS, None, (U1,))
-    assert ONE.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,))
-    assert TWO.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), question=2, again=1)
-    assert TWO.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
+    assert KeptTurns().locate(FIRST) == ChatPosition(Move.BEGINS, None, (U1,))
+    assert ONE.locate(SECOND) == ChatPosition(Move.EXTENDS, 1, (T2,))
+    assert TWO.locate(SECOND) == ChatPosition(Move.RETRIES, 1, (T2,), question=2, again=1)
+    assert TWO.locate(THIRD) == ChatPosition(Move.EXTENDS, 2, (T3,))
     edited = tool("t2'")
-    assert TWO.place(asked(U1, A1, edited)) == ChatPlace(Move.BRANCHES, 1, (edited,), Why.EDITED)
+    assert TWO.locate(asked(U1, A1, edited)) == ChatPosition(Move.BRANCHES, 1, (edited,), Why.EDITED)
     forged = (U1, said("a1'", "f"), T2)
-    assert TWO.place(asked(*forged)) == ChatPlace(Move.BRANCHES, None, forged, Why.FORGED)
-    assert TWO.place(asked(user("u9"))) == ChatPlace(Move.BRANCHES, None, (user("u9"),), Why.OTHER)
-    assert THREE.place(SECOND) == ChatPlace(Move.BRANCHES, 1, (T2,), Why.ASKED_AGAIN, question=2, again=1)
-    assert TWO.place(asked(U1, A1, T2, tools=TOOLS)).why is Why.TOOLS
+    assert TWO.locate(asked(*forged)) == ChatPosition(Move.BRANCHES, None, forged, Why.FORGED)
+    assert TWO.locate(asked(user("u9"))) == ChatPosition(Move.BRANCHES, None, (user("u9"),), Why.OTHER)
+    assert THREE.locate(SECOND) == ChatPosition(Move.BRANCHES, 1, (T2,), Why.ASKED_AGAIN, question=2, again=1)
+    assert TWO.locate(asked(U1, A1, T2, tools=TOOLS)).why is Why.TOOLS
 
 
 def test_arguments_forged_in_a_call_are_another_history():
     another = ChatMessage("assistant", "a1", (ChatCall("f", "f", {"a": 2}),))
-    assert ONE.place(asked(U1, another, T2)).why is Why.FORGED
+    assert ONE.locate(asked(U1, another, T2)).why is Why.FORGED
     dropped = asked(U1, said("a1"), T2)
-    assert ONE.place(dropped).why is Why.FORGED
-    assert ONE.place(asked(U1, T2)).why is Why.EDITED
+    assert ONE.locate(dropped).why is Why.FORGED
+    assert ONE.locate(asked(U1, T2)).why is Why.EDITED
 
 
 def test_where_nothing_is_new_there_is_nothing_to_answer():
     with pytest.raises(BadRequest, match="nothing to answer"):
-        ONE.place(asked(U1, A1))
+        ONE.locate(asked(U1, A1))
 
 
 A, B, C, D, E = (said(name) for name in "ABCDE")
@@ -77,15 +77,15 @@ BEST_OF = [(FIRST, A), (FIRST, B), (FIRST, C)]
 
 
 def test_of_answers_that_nothing_follows_the_newest_stays():
-    kept, places = sampled(*BEST_OF)
-    assert [place.move for place in places] == [Move.BEGINS, Move.RETRIES, Move.RETRIES]
+    kept, positions = sampled(*BEST_OF)
+    assert [position.move for position in positions] == [Move.BEGINS, Move.RETRIES, Move.RETRIES]
     assert kept.leaves == [3] and kept.passed_over == {1: 3, 2: 3}
 
 
 @pytest.mark.parametrize(("taken", "number"), [(A, 1), (B, 2), (C, 3)])
 def test_of_answers_of_one_question_the_one_that_is_gone_on_from_stays(taken, number):
-    kept, places = sampled(*BEST_OF, (asked(U1, taken, T2), D))
-    assert places[-1] == ChatPlace(Move.EXTENDS, number, (T2,))
+    kept, positions = sampled(*BEST_OF, (asked(U1, taken, T2), D))
+    assert positions[-1] == ChatPosition(Move.EXTENDS, number, (T2,))
     assert kept.leaves == [4] and kept.path(4) == [number, 4]
     assert kept.passed_over == {other: number for other in (1, 2, 3) if other != number}
 
@@ -95,21 +95,21 @@ def test_what_is_asked_at_once_has_its_place_before_it_is_answered():
     that is given up is as if it had not been asked, and its number is not given again.
     """
     both, _ = sampled(*STEPS[:1])
-    assert both.open(SECOND, both.place(SECOND)) == 2
-    assert both.place(SECOND) == ChatPlace(Move.RETRIES, 1, (T2,), question=2, again=1)
-    assert both.place(asked(U1, A1, T3)) == ChatPlace(Move.BRANCHES, 1, (T3,), Why.EDITED)
+    assert both.open(SECOND, both.locate(SECOND)) == 2
+    assert both.locate(SECOND) == ChatPosition(Move.RETRIES, 1, (T2,), question=2, again=1)
+    assert both.locate(asked(U1, A1, T3)) == ChatPosition(Move.BRANCHES, 1, (T3,), Why.EDITED)
     with pytest.raises(BadRequest, match="nothing to answer"):
-        both.place(FIRST.__class__((U1, A1)))
+        both.locate(FIRST.__class__((U1, A1)))
     assert both.all_leaves == [2]
     both.drop(2)
     both.drop(2)
-    assert both.place(SECOND) == ChatPlace(Move.EXTENDS, 1, (T2,)) and both.all_leaves == [1]
-    assert [both.open(SECOND, both.place(SECOND)) for _ in range(2)] == [3, 4]
+    assert both.locate(SECOND) == ChatPosition(Move.EXTENDS, 1, (T2,)) and both.all_leaves == [1]
+    assert [both.open(SECOND, both.locate(SECOND)) for _ in range(2)] == [3, 4]
     both.answer(4, B)
     both.answer(3, A)
     assert both.leaves == [4] and both.passed_over == {3: 4} and both.all_leaves == [3, 4]
-    follows = both.place(asked(U1, A1, T2, A, T3))
-    assert follows == ChatPlace(Move.EXTENDS, 3, (T3,)) and both.history(3) == (U1, A1, T2, A)
+    follows = both.locate(asked(U1, A1, T2, A, T3))
+    assert follows == ChatPosition(Move.EXTENDS, 3, (T3,)) and both.history(3) == (U1, A1, T2, A)
     both.open(asked(U1, A1, T2, A, T3), follows)
     both.drop_unanswered()
     assert both.all_leaves == [3, 4]
@@ -118,20 +118,20 @@ def test_what_is_asked_at_once_has_its_place_before_it_is_answered():
 def test_of_equal_answers_the_newest_question_is_gone_on_with_whichever_came_first():
     kept, _ = sampled(*STEPS[:1])
     for _ in range(2):
-        kept.open(SECOND, kept.place(SECOND))
+        kept.open(SECOND, kept.locate(SECOND))
     kept.answer(3, A2)
     kept.answer(2, A2)
-    assert kept.place(THIRD) == ChatPlace(Move.EXTENDS, 3, (T3,))
+    assert kept.locate(THIRD) == ChatPosition(Move.EXTENDS, 3, (T3,))
 
 
 def test_a_question_whose_beginning_was_given_up_is_no_longer_known():
     """By hand: other tools, another first message, an answer of the model's, each of a request that was taken back."""
     kept, _ = sampled(*STEPS[:1])
     for given in (asked(user("u9")), asked(U1, tools=TOOLS), asked(U1, A1, T3)):
-        before = kept.place(given)
+        before = kept.locate(given)
         kept.drop(kept.open(given, before))
-        assert kept.place(given) == before
-    assert kept.place(asked(U1, A1, T3, said("x"), T2)).move is Move.EXTENDS
+        assert kept.locate(given) == before
+    assert kept.locate(asked(U1, A1, T3, said("x"), T2)).move is Move.EXTENDS
 
 
 def test_what_is_given_up_leaves_nothing_behind():
@@ -139,9 +139,9 @@ def test_what_is_given_up_leaves_nothing_behind():
     kept, _ = sampled(*STEPS[:2])
     before = dict(kept._nodes)
     for messages in ((user("long"), said("x"), user("longer")), (U1, A1, T3), (U1, A1, T2), (U1, A1, T2, A2, T3)):
-        kept.drop(kept.open(asked(*messages), kept.place(asked(*messages))))
+        kept.drop(kept.open(asked(*messages), kept.locate(asked(*messages))))
         assert kept._nodes == before
-    assert kept.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
+    assert kept.locate(THIRD) == ChatPosition(Move.EXTENDS, 2, (T3,))
 
 
 def test_a_prompt_and_tools_that_are_given_up_are_not_kept():
@@ -149,9 +149,9 @@ def test_a_prompt_and_tools_that_are_given_up_are_not_kept():
     before = sizes(kept)
     for number in range(3):
         other = asked(user(f"x{number}" * 1000), tools=({"name": f"f{number}"},))
-        kept.drop(kept.open(other, kept.place(other)))
+        kept.drop(kept.open(other, kept.locate(other)))
         again = asked(U1, tools=({"name": f"f{number}"},))
-        kept.drop(kept.open(again, kept.place(again)))
+        kept.drop(kept.open(again, kept.locate(again)))
     assert sizes(kept) == before
 
 
@@ -161,28 +161,28 @@ def sizes(kept: KeptTurns) -> dict[str, int]:
 
 def test_what_is_given_up_takes_nothing_of_what_was_said_meanwhile():
     kept = KeptTurns()
-    number = kept.open(FIRST, kept.place(FIRST))
-    forged = kept.open(SECOND, kept.place(SECOND))  # before the model has said it
+    number = kept.open(FIRST, kept.locate(FIRST))
+    forged = kept.open(SECOND, kept.locate(SECOND))  # before the model has said it
     kept.answer(number, A1)
     kept.drop(forged)
-    assert kept.place(SECOND) == ChatPlace(Move.EXTENDS, number, (T2,))
+    assert kept.locate(SECOND) == ChatPosition(Move.EXTENDS, number, (T2,))
 
 
 def test_several_answers_of_one_question_that_are_gone_on_from_are_branches():
-    kept, places = sampled(*BEST_OF, (asked(U1, A, T2), D), (asked(U1, B, T2), E), (asked(U1, A, T2, D, T3), C))
-    assert (places[4].move, places[4].why, places[4].parent) == (Move.BRANCHES, Why.ASKED_AGAIN, 2)
-    assert places[5].move is Move.EXTENDS
+    kept, positions = sampled(*BEST_OF, (asked(U1, A, T2), D), (asked(U1, B, T2), E), (asked(U1, A, T2, D, T3), C))
+    assert (positions[4].move, positions[4].why, positions[4].parent) == (Move.BRANCHES, Why.ASKED_AGAIN, 2)
+    assert positions[5].move is Move.EXTENDS
     assert kept.leaves == [5, 6] and kept.passed_over == {3: 2}
 
 
 def test_an_answer_that_was_asked_for_again_after_all_stays_unless_the_conversation_leaves_it():
     steps = [(FIRST, A), (asked(U1, A, T2), D), (FIRST, B)]
-    kept, places = sampled(*steps)
-    assert (places[2].move, places[2].why) == (Move.BRANCHES, Why.ASKED_AGAIN) and kept.leaves == [2, 3]
+    kept, positions = sampled(*steps)
+    assert (positions[2].move, positions[2].why) == (Move.BRANCHES, Why.ASKED_AGAIN) and kept.leaves == [2, 3]
     assert sampled(*steps, (FIRST, C))[0].leaves == [2, 4]
     assert sampled(*steps, (asked(U1, A, T2, D, T3), E))[0].leaves == [4]
-    kept, places = sampled(*steps, (asked(U1, B, T2), E))
-    assert places[3].move is Move.EXTENDS and kept.leaves == [2, 4]
+    kept, positions = sampled(*steps, (asked(U1, B, T2), E))
+    assert positions[3].move is Move.EXTENDS and kept.leaves == [2, 4]
 
 
 def test_questions_of_other_tools_are_others():
@@ -219,24 +219,24 @@ def test_a_conversation_of_thousands_of_turns_is_no_deeper_than_python_may_go():
     messages = []
     for i in range(2_000):
         messages.append(user(f"u{i}"))
-        place = answered(kept, asked(*messages), A1)
+        position = answered(kept, asked(*messages), A1)
         messages.append(A1)
-    assert place == ChatPlace(Move.EXTENDS, 1_999, (user("u1999"),))
+    assert position == ChatPosition(Move.EXTENDS, 1_999, (user("u1999"),))
     assert kept.path(2_000) == list(range(1, 2_001)) and kept.leaves == [2_000]
     assert kept.history(2_000) == tuple(messages)
 
 
 def test_of_turns_that_said_the_same_the_newest_is_gone_on_with():
     again, _ = sampled(*STEPS[:2], (FIRST, A1))  # asked again behind which turn 2 stands, and said the same
-    assert again.place(asked(U1, A1, T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
-    assert again.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,)), "but the one that holds more of the request"
+    assert again.locate(asked(U1, A1, T3)) == ChatPosition(Move.EXTENDS, 3, (T3,))
+    assert again.locate(THIRD) == ChatPosition(Move.EXTENDS, 2, (T3,)), "but the one that holds more of the request"
 
 
 def test_a_client_goes_back_to_a_line_that_it_left():
     branch = asked(U1, A1, tool("t2'"))
     both, _ = sampled(*STEPS[:2], (branch, said("b2")))
-    assert both.place(THIRD) == ChatPlace(Move.EXTENDS, 2, (T3,))
-    assert both.place(asked(*branch.messages, said("b2"), T3)) == ChatPlace(Move.EXTENDS, 3, (T3,))
+    assert both.locate(THIRD) == ChatPosition(Move.EXTENDS, 2, (T3,))
+    assert both.locate(asked(*branch.messages, said("b2"), T3)) == ChatPosition(Move.EXTENDS, 3, (T3,))
 
 
 class Client:
@@ -258,24 +258,24 @@ class Client:
             whole[-1] = said("forged")
         new = [rng.choice([user, tool])(str(rng.randint(0, 3))) for _ in range(rng.randint(1, 2))]
         request = asked(*whole, *new)
-        self.check(request, self.kept.place(request))
+        self.check(request, self.kept.locate(request))
         answer = said(f"a{self.kept.asked}", *rng.sample("fg", rng.randint(0, 2)))
         answered(self.kept, request, answer)
         self.lines.append((*request.messages, answer))
 
-    def check(self, request: ChatRequest, place: ChatPlace) -> None:
+    def check(self, request: ChatRequest, position: ChatPosition) -> None:
         """What is kept and what is new are the request, whole, in order."""
-        before = self.line(place.parent)
-        assert [each.key for each in (*before, *place.messages)] == [each.key for each in request.messages]
-        assert (place.why is None) == (place.move is not Move.BRANCHES)
-        assert (place.move is Move.BEGINS) == (not self.kept.turns)
-        children = [turn for turn in self.kept.turns if turn.parent == place.parent]
-        if place.move is Move.EXTENDS:
-            assert place.parent is not None and not children
-        same = [turn for turn in children if [e.key for e in turn.messages] == [e.key for e in place.messages]]
-        assert {turn.question for turn in same} == {place.question} - {None}
+        before = self.line(position.parent)
+        assert [each.key for each in (*before, *position.messages)] == [each.key for each in request.messages]
+        assert (position.why is None) == (position.move is not Move.BRANCHES)
+        assert (position.move is Move.BEGINS) == (not self.kept.turns)
+        children = [turn for turn in self.kept.turns if turn.parent == position.parent]
+        if position.move is Move.EXTENDS:
+            assert position.parent is not None and not children
+        same = [turn for turn in children if [e.key for e in turn.messages] == [e.key for e in position.messages]]
+        assert {turn.question for turn in same} == {position.question} - {None}
         followed = {turn.parent for turn in self.kept.turns}
-        if place.move is Move.RETRIES:
+        if position.move is Move.RETRIES:
             assert same and not followed & {turn.number for turn in same}
         for turn in children:
             longer = (*before, *turn.messages, turn.said)
@@ -316,16 +316,16 @@ def test_random_sessions_meet_every_move_and_reason():
     moves, reasons = set(), set()
     for seed in range(60):
         client = Client(seed)
-        place = KeptTurns.place
+        locate = KeptTurns.locate
 
-        def noted(kept, request, place=place):
-            found = place(kept, request)
+        def noted(kept, request, locate=locate):
+            found = locate(kept, request)
             moves.add(found.move)
             reasons.add(found.why)
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(KeptTurns, "place", noted)
+            patch.setattr(KeptTurns, "locate", noted)
             for _ in range(20):
                 client.step()
     assert moves == set(Move) and reasons >= {Why.EDITED, Why.FORGED, Why.ASKED_AGAIN, Why.OTHER}

@@ -311,7 +311,7 @@ def test_a_critic_of_another_layout_is_updated_with_the_actors_returns_of_its_ow
             seen += rows.tolist()
         expected = {name: rows_of(columns[name], lengths) for name in ("returns", "critic_values")}
         for number, row in enumerate(held):
-            own = batch.places_of(np.array([number]))
+            own = batch.token_indices(np.array([number]))
             np.testing.assert_array_equal(batch.loss_mask[own], kept[row])
             np.testing.assert_array_equal(batch.returns[own], expected["returns"][row])
             if each.critic.on_last_stage and row in rows:

@@ -252,7 +252,7 @@ def test_responses_of_a_prompt_stay_together_until_their_engine_has_half_as_much
     waiting = [10] * 10
     placed = []
     while waiting:
-        placed.append(loads.place(0, waiting[-1], sum(waiting)))
+        placed.append(loads.assign(0, waiting[-1], sum(waiting)))
         waiting.pop()
     # the mean is 50: engine a has 75 or less before each of its first eight
     assert placed == ["a"] * 8 + ["b"] * 2
@@ -260,7 +260,7 @@ def test_responses_of_a_prompt_stay_together_until_their_engine_has_half_as_much
 
 def test_a_new_prompt_goes_to_the_least_loaded_and_the_first_of_several():
     loads = EngineLoads(["a", "b", "c"])
-    assert [loads.place(prefix, tokens, tokens) for prefix, tokens in enumerate((5, 5, 3, 1, 1))] == [
+    assert [loads.assign(prefix, tokens, tokens) for prefix, tokens in enumerate((5, 5, 3, 1, 1))] == [
         "a",
         "b",
         "c",
@@ -268,17 +268,17 @@ def test_a_new_prompt_goes_to_the_least_loaded_and_the_first_of_several():
         "c",
     ]
     loads.done("a", 5)
-    assert loads.place(9, 1, 1) == "a"
+    assert loads.assign(9, 1, 1) == "a"
     loads.lose("a")
-    assert loads.place(9, 1, 1) in ("b", "c") and EngineLoads([]).place(0, 1, 1) is None
+    assert loads.assign(9, 1, 1) in ("b", "c") and EngineLoads([]).assign(0, 1, 1) is None
 
 
 def test_new_weights_leave_no_prefix_anywhere():
     loads = EngineLoads(["a", "b"])
-    loads.place(0, 6, 6)
-    loads.place(1, 2, 2)
+    loads.assign(0, 6, 6)
+    loads.assign(1, 2, 2)
     loads.forget_prefixes()
-    assert loads.place(0, 1, 1) == "b"
+    assert loads.assign(0, 1, 1) == "b"
 
 
 # ---------------------------------------------------------------- rate and progress

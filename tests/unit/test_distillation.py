@@ -24,7 +24,7 @@ from test_step_batch import rollouts_of, samples
 
 from mrl.algo.aggregate import count, to_floats
 from mrl.algo.distillation import distillation_metrics, distilled_of_rows, gaps_of_rows, mass_of_rows
-from mrl.algo.losses import distilled, forward_kl_over_words, kl_over_words, kl_to_teacher, policy_loss
+from mrl.algo.losses import distilled, forward_kl_over_top_k, kl_over_top_k, kl_to_teacher, policy_loss
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.cli.plan import plan_lines
 from mrl.config.describe import describe_loss
@@ -97,7 +97,7 @@ def test_k2_as_a_loss_has_the_gradient_of_the_reverse_kl_too():
     torch.testing.assert_close(torch.autograd.grad(sampled, logits)[0], expected, rtol=1e-12, atol=1e-12)
 
 
-def words_of(seed, words=9, places=4):
+def top_k_of(seed, words=9, places=4):
     """Log-probs of two distributions at each place, and what both give to all words but the first three."""
     generator = torch.Generator().manual_seed(seed)
     both = torch.randn(2, 2, places, words, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -106,9 +106,9 @@ def words_of(seed, words=9, places=4):
 
 def test_the_kl_over_words_has_all_others_as_one_word():
     """Value and gradient against the formula of two distributions written anew."""
-    student, teacher, left, kept = words_of(2)
+    student, teacher, left, kept = top_k_of(2)
     among = student[..., :3].clone().requires_grad_()
-    found = kl_over_words(among, teacher[..., :3])
+    found = kl_over_top_k(among, teacher[..., :3])
     expected = left * torch.log(left / kept)
     for word in range(3):
         expected = expected + student[..., word].exp() * (student[..., word] - teacher[..., word])
@@ -119,38 +119,44 @@ def test_the_kl_over_words_has_all_others_as_one_word():
     p = student[..., :3].exp()
     apart = student[..., :3] - teacher[..., :3] + 1 - (torch.log(left / kept) + 1)[..., None]
     torch.testing.assert_close(gradient, p * apart)
-    torch.testing.assert_close(kl_over_words(student, teacher), whole, rtol=0, atol=3e-5)  # of all words
-    assert kl_over_words(student[..., :3], student[..., :3]).abs().max() < 1e-12
+    torch.testing.assert_close(kl_over_top_k(student, teacher), whole, rtol=0, atol=3e-5)  # of all words
+    assert kl_over_top_k(student[..., :3], student[..., :3]).abs().max() < 1e-12
 
 
 def test_the_forward_kl_over_words_is_the_teachers_and_leaves_the_others_out():
-    student, teacher, _, _ = words_of(2)
-    found = forward_kl_over_words(student[..., :3], teacher[..., :3])
+    student, teacher, _, _ = top_k_of(2)
+    found = forward_kl_over_top_k(student[..., :3], teacher[..., :3])
     expected = sum(teacher[..., word].exp() * (teacher[..., word] - student[..., word]) for word in range(3))
     torch.testing.assert_close(found, expected.clamp(min=0.0))
     assert (expected > 0).all()
-    assert forward_kl_over_words(torch.tensor([[-0.1]]), torch.tensor([[-2.0]])).tolist() == [0.0]  # e^-2 x -1.9
+    assert forward_kl_over_top_k(torch.tensor([[-0.1]]), torch.tensor([[-2.0]])).tolist() == [0.0]  # e^-2 x -1.9
     whole = (teacher.exp() * (teacher - student)).sum(-1)
-    torch.testing.assert_close(forward_kl_over_words(student, teacher), whole)
+    torch.testing.assert_close(forward_kl_over_top_k(student, teacher), whole)
     far = torch.tensor([-20.0, -1.0], dtype=torch.float64, requires_grad=True)
-    held = forward_kl_over_words(far, torch.tensor([-0.5, -2.0], dtype=torch.float64), least=-10.0)
+    held = forward_kl_over_top_k(far, torch.tensor([-0.5, -2.0], dtype=torch.float64), least=-10.0)
     assert held.item() == pytest.approx(math.exp(-0.5) * 9.5 + math.exp(-2.0) * -1.0)
     (gradient,) = torch.autograd.grad(held, far)
     assert gradient.tolist() == pytest.approx([0.0, -math.exp(-2.0)])
 
 
 def test_a_loss_over_words_has_its_gradient_through_each_words_log_prob():
-    student, teacher, _, _ = words_of(3)
+    student, teacher, _, _ = top_k_of(3)
     mask = torch.tensor([[True, True, True, False], [True, False, False, False]])
     words = student[..., :3].clone().requires_grad_()
-    inputs = make(student[..., 0], student[..., 0], 0.0, mask, of_words=torch.where(mask[..., None], words, torch.nan),
-        of_teacher_words=teacher[..., :3])  # fmt: skip
+    inputs = make(
+        student[..., 0],
+        student[..., 0],
+        0.0,
+        mask,
+        top_log_probs=torch.where(mask[..., None], words, torch.nan),
+        teacher_top_log_probs=teacher[..., :3],
+    )
     parameters = PolicyLossParameters(
         "vanilla", "token-mean", distillation_coef=0.4, distillation_mode="reverse_kl_topk"
     )
     output = policy_loss(parameters, inputs, count(mask))
     leaf = student[..., :3].clone().requires_grad_()
-    expected = 0.4 * (kl_over_words(leaf, teacher[..., :3]) * mask).sum() / 4
+    expected = 0.4 * (kl_over_top_k(leaf, teacher[..., :3]) * mask).sum() / 4
     torch.testing.assert_close(output.loss, expected)
     torch.testing.assert_close(torch.autograd.grad(output.loss, words)[0], torch.autograd.grad(expected, leaf)[0])
     assert reduce_parts([to_floats(output.metrics)])["distillation/loss"] == pytest.approx(expected.item() / 0.4)
@@ -243,15 +249,15 @@ class Opinionated:
         self.asked.append(len(rows))
         ends = np.cumsum(batch.lengths)
         words = [batch.token_ids[ends[r] - batch.response_lengths[r] : ends[r]] for r in rows]
-        kept = [batch.is_sampled[batch.places_of(np.array([r]))] for r in rows]
+        kept = [batch.is_sampled[batch.token_indices(np.array([r]))] for r in rows]
         parts = [opinion(word)[own] for word, own in zip(words, kept, strict=True)]
         chosen = np.concatenate(parts)
         if not self.words:
             return rows, {"teacher_log_probs": chosen}
         numbers = np.arange(self.words)
         ids = (np.rint(chosen * -50).astype(np.int32)[:, None] + numbers).astype(np.int32)
-        of_words = (chosen[:, None] - 2 - numbers).astype(np.float32)
-        return rows, {"teacher_log_probs": chosen, "teacher_words": ids, "of_teacher_words": of_words}
+        top_log_probs = (chosen[:, None] - 2 - numbers).astype(np.float32)
+        return rows, {"teacher_log_probs": chosen, "teacher_top_ids": ids, "teacher_top_log_probs": top_log_probs}
 
 
 class Taught(Replicas):
@@ -264,7 +270,7 @@ class Taught(Replicas):
         self.teacher = SimpleNamespace(model=model, layout=layout)
         self.asked: list[int] = []
         for rank, actor in enumerate(self.actors):
-            words = config.distillation.distillation_loss.topk * config.distillation.over_words
+            words = config.distillation.distillation_loss.topk * config.distillation.over_top_k
             actor.teacher = Opinionated(layout, rank, self.asked, words)
 
 
@@ -275,7 +281,7 @@ def taught(data, degrees=None, *overrides, given=None):
     rollouts = rollouts_of(stored(given or samples()))
     step, scored = scored_step(actor, rollouts)
     held = [step.cut.needed_rows(replica) for replica in range(data)]
-    names = ("old_log_probs", "advantages", "teacher_log_probs", "teacher_words", "of_teacher_words")
+    names = ("old_log_probs", "advantages", "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs")
     columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.batches[0].batch, name) is not None}
     return scored.metrics, columns, actor
 
@@ -361,10 +367,10 @@ def test_the_teachers_likeliest_words_come_to_each_token_too(data, degrees):
         [whole.token_ids[end - n : end] for end, n in zip(ends, whole.response_lengths, strict=True)]
     )
     first = np.rint(opinion(words) * -50).astype(np.int32)
-    np.testing.assert_array_equal(columns["teacher_words"], first[:, None] + np.arange(3))
+    np.testing.assert_array_equal(columns["teacher_top_ids"], first[:, None] + np.arange(3))
     expected = opinion(words)[:, None] - np.float32(2) - np.arange(3)
-    np.testing.assert_allclose(columns["of_teacher_words"], expected, rtol=1e-6)
-    assert columns["of_teacher_words"].dtype == np.float32
+    np.testing.assert_allclose(columns["teacher_top_log_probs"], expected, rtol=1e-6)
+    assert columns["teacher_top_log_probs"].dtype == np.float32
     assert "teacher_log_probs" not in columns
     assert metrics["distillation/teacher_mass"] == pytest.approx(np.exp(expected).sum(-1).mean())
     gaps = columns["old_log_probs"] - opinion(words)
@@ -750,11 +756,11 @@ def test_verls_defaults_of_a_distillation_are_written_and_what_is_not_here_is_sa
     assert lost["distillation.teacher_models.b.model_path"] == "a run has one teacher"
     assert "score the sampled token" in lost["distillation.distillation_loss.loss_mode"]
     words = {"loss_mode": "forward_kl_topk", "topk": 64, "log_prob_min_clamp": -10.0, "use_policy_gradient": False}
-    over_words = imported(
+    over_top_k = imported(
         *("distillation.enabled=True", "+distillation.teacher_model.model_path=Qwen/Qwen3-32B"),
         *(f"{LOSS}{name}={value}" for name, value in words.items()),
     )
-    assert {name: over_words.values[f"{LOSS}{name}"] for name in words} == words
+    assert {name: over_top_k.values[f"{LOSS}{name}"] for name in words} == words
     off = imported("distillation.enabled=False", "distillation.distillation_loss.loss_mode=k1")
     assert not [key for key in off.values if key.startswith("distillation")]
 

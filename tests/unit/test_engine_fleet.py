@@ -11,8 +11,8 @@ from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.process_logs import concerning
 from mrl.cluster.rollout_group import EngineOrder, RolloutGroup
 from mrl.cluster.seats import Seat, Seats
+from mrl.config.deployment import Deployment
 from mrl.config.load import load_config
-from mrl.config.places import Deployment
 from mrl.errors import EnvironmentFault, LostProcess
 from mrl.record.attempts import attempt, read_attempts
 from mrl.schedule.fleet import DEAD, READY, RETIRED, STALE, STARTING
@@ -27,7 +27,7 @@ class World:
         self.ended, self.failures, self.now = [], [], 0.0
         processes = SimpleNamespace(
             names=[A, B], workers=[None, None], engine_ranks=1, end=self.ended.append,
-            start_again=lambda engine: {f"engine {engine}": "started"}, note_place=lambda engine: None,
+            start_again=lambda engine: {f"engine {engine}": "started"}, note_devices=lambda engine: None,
         )  # fmt: skip
         monkeypatch.setattr(engine_fleet, "unwrap", self.unwrap)
         monkeypatch.setattr(engine_fleet.ray, "wait", lambda refs, num_returns, timeout: (self.there(refs), []))
@@ -150,7 +150,7 @@ class Actor:
 
     def answer(self, method):
         self.asked.append((self.name, method))
-        return [(f"node of {self.name}", 0)] if method == "places" else None
+        return [(f"node of {self.name}", 0)] if method == "devices" else None
 
 
 @pytest.fixture

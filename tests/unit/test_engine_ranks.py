@@ -275,7 +275,7 @@ def group(monkeypatch):
             def __getattr__(self, method):
                 def remote(*arguments):
                     asked.append((self.number, method, *arguments))
-                    if method == "places":
+                    if method == "devices":
                         return f"where {made.names[self.number]} is"
                     return {f"rank{self.number}": arguments[0]} if arguments == ("fingerprints",) else None
 
@@ -508,7 +508,7 @@ def test_engines_with_turns_are_told_where_the_users_command_was_given(monkeypat
     monkeypatch.chdir(tmp_path)
     group = RolloutGroup.__new__(RolloutGroup)
     group._settings = [SimpleNamespace(name="engine 0", turns=turns) for turns in (None, "some")]
-    group.seats = SimpleNamespace(seats=[SimpleNamespace(environment={}, options={}, places=None)] * 2)
+    group.seats = SimpleNamespace(seats=[SimpleNamespace(environment={}, options={}, devices=None)] * 2)
     group.cluster, group.names, group._logs = SimpleNamespace(device="cpu"), ["engine 0", "engine 1"], tmp_path
     group.rollout = SimpleNamespace(tensor_model_parallel_size=1, cpu_kvcache_gib=1, tuned_experts=None)
     group._worker(0)

@@ -55,7 +55,7 @@ class Restarting:
         super().__init__(seed)
         processes = SimpleNamespace(
             names=list(self.names), workers=[None] * len(self.names), engine_ranks=1, end=self.end,
-            start_again=lambda engine: {}, note_place=lambda engine: None,
+            start_again=lambda engine: {}, note_devices=lambda engine: None,
         )  # fmt: skip
         self.fleet = EngineFleet(processes, 60.0)
         self.fleet.restart(1000, 1)

@@ -33,7 +33,7 @@ from mrl.engine.requests import _of_model
 from mrl.errors import EnvironmentFault
 from mrl.model import load_model_spec
 from mrl.model.boxes import Box
-from mrl.model.fp8 import bfloat16_words
+from mrl.model.fp8 import bfloat16_bits
 from mrl.model.hf_files import check_checkpoint
 from mrl.rank.mapped_bridge import Bfloat16Files
 from mrl.units import MIB
@@ -85,13 +85,13 @@ def test_every_code_and_scales_of_any_size_give_torchs_bits(shape):
     blocks = [-(-size // BLOCK) for size in shape]
     scales = torch.exp2(80 * torch.rand(blocks, generator=random) - 40) * torch.rand(blocks, generator=random)
     expected = as_bfloat16(codes.view(torch.float8_e4m3fn), scales)
-    words = bfloat16_words(codes.numpy(), scales.numpy(), (BLOCK, BLOCK))
+    words = bfloat16_bits(codes.numpy(), scales.numpy(), (BLOCK, BLOCK))
     assert np.array_equal(words, expected.view(torch.int16).numpy().view(np.uint16))
 
 
 def test_all_256_codes_have_torchs_values_and_no_number_stays_none():
     codes = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
-    words = bfloat16_words(codes.numpy(), np.ones((1, 1), np.float32), (BLOCK, BLOCK))
+    words = bfloat16_bits(codes.numpy(), np.ones((1, 1), np.float32), (BLOCK, BLOCK))
     ours = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float()
     assert torch.equal(ours.nan_to_num(1e4), codes.view(torch.float8_e4m3fn).float().nan_to_num(1e4))
 
@@ -104,7 +104,7 @@ def test_a_box_has_the_scales_of_its_place(box):
     whole = as_bfloat16(codes.view(torch.float8_e4m3fn), scales).view(torch.int16).numpy().view(np.uint16)
     cut = tuple(slice(*ends) for ends in box)
     first = (box[0][0], box[1][0])
-    assert np.array_equal(bfloat16_words(codes.numpy()[cut], scales.numpy(), (BLOCK, BLOCK), first), whole[cut])
+    assert np.array_equal(bfloat16_bits(codes.numpy()[cut], scales.numpy(), (BLOCK, BLOCK), first), whole[cut])
 
 
 @pytest.mark.parametrize("first", [(0, 0), (3, 7)])
@@ -115,7 +115,7 @@ def test_blocks_need_not_be_square(first):
     scales = torch.rand(4, 3, generator=random) + 0.1
     each = scales.repeat_interleave(2, 0)[:7].repeat_interleave(5, 1)[:, :13]
     whole = (codes.view(torch.float8_e4m3fn).float() * each).bfloat16()[first[0] :, first[1] :]
-    words = bfloat16_words(codes.numpy()[first[0] :, first[1] :], scales.numpy(), (2, 5), first)
+    words = bfloat16_bits(codes.numpy()[first[0] :, first[1] :], scales.numpy(), (2, 5), first)
     assert np.array_equal(words, whole.contiguous().view(torch.int16).numpy().view(np.uint16))
 
 

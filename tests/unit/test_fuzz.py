@@ -38,7 +38,7 @@ from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import read_samples, readable
 from mrl.tools.import_verl.translate import import_script
 from mrl.tools.report.columns import curves_of
-from mrl.tools.report.heldout import read_responses
+from mrl.tools.report.paired_tests import read_responses
 from mrl.tools.report.run_record import read_run
 from mrl.tools.report.samples import looked_at
 from mrl.tools.report.sections import run_page

@@ -17,7 +17,7 @@ from mrl.config.load import load_config
 from mrl.engine import vllm_engine as engine
 from mrl.engine.handshake import _KEEPING
 from mrl.engine.requests import _arguments
-from mrl.platforms.hosting import get_hosting, grouped_gemm_in_words
+from mrl.platforms.hosting import get_hosting, grouped_gemm_text
 from mrl.platforms.inventory import device_number
 from mrl.platforms.torch_platforms import CudaPlatform
 from mrl.process import own
@@ -156,7 +156,7 @@ def test_a_rank_has_the_queues_and_products_that_its_layout_needs_unless_the_use
 def test_the_kernels_of_a_run_say_who_multiplies_experts(monkeypatch):
     for value, said in (("1", "CUTLASS"), ("0", "one by one by cuBLAS")):
         monkeypatch.setenv(CUTLASS, value)
-        assert said in grouped_gemm_in_words()
+        assert said in grouped_gemm_text()
 
 
 def test_an_engine_has_them_before_it_makes_a_process(monkeypatch):

@@ -12,8 +12,8 @@ from small_model import SIZES
 from mrl.cluster import hosts as module
 from mrl.cluster.engine_fleet import ServingProcess
 from mrl.cluster.hosts import Hosts, Peak, Speed, first_of_each
+from mrl.config.deployment import Deployment
 from mrl.config.load import load_config
-from mrl.config.places import Deployment
 from mrl.driver.reporting import mfu_metrics
 from mrl.errors import Interrupted
 from mrl.model import forward_flops, forward_flops_per_token, known_spec, model_spec
@@ -114,7 +114,7 @@ class Process:
 
     def __init__(self, node: str, used: float | None):
         place = [(node, None)]
-        self.places = lambda: place
+        self.devices = lambda: place
         self.host_bytes_used = SimpleNamespace(remote=lambda: None if used is None else used * GIB)
 
 
@@ -127,13 +127,13 @@ def hosts_of(monkeypatch, ranks: list[Process], engines: list[Process], starting
     monkeypatch.setattr(module, "gather", answered)
     monkeypatch.setattr(module, "host_bytes_used", lambda: 2 * GIB)  # of the driver's host
     actor = SimpleNamespace(
-        call=lambda method: [rank.places() for rank in ranks],
+        call=lambda method: [rank.devices() for rank in ranks],
         answers=lambda method, phase, asked: answered({i: getattr(ranks[i], method).remote() for i in asked}, 1, phase),
     )
     serving = {f"engine {i}": ServingProcess(0, engine) for i, engine in enumerate(engines) if i not in starting}
     group = SimpleNamespace(
         fleet=SimpleNamespace(serving=lambda: serving),
-        nodes={f"engine {i}": engine.places()[0][0] for i, engine in enumerate(engines)},
+        nodes={f"engine {i}": engine.devices()[0][0] for i, engine in enumerate(engines)},
     )
     return Hosts(Deployment.of(load_config(TINY).config), actor, group)
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mrl.rank.gradient_sums import SWITCH, add_within_products, added_within_products, for_megatron, is_wanted
-from mrl.rank.kernels import kernels_in_words
-from mrl.rank.logprob import head_gradient_in_words
+from mrl.rank.kernels import kernels_text
+from mrl.rank.logprob import head_gradient_text
 
 
 class FlashAttention(nn.Module):
@@ -46,7 +46,7 @@ def test_parts_are_named_by_their_classes_wherever_a_chunk_has_them():
     first = chunk(layer__self_attention__core_attention=FlashAttention(), layer__mlp__experts=GroupedExperts())
     last = chunk(decoder__final_layernorm=nn.RMSNorm(4))
     adam = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    said = kernels_in_words([first, last], optimizer(None, adam))
+    said = kernels_text([first, last], optimizer(None, adam))
     assert (
         said == "layers of torch, attention FlashAttention, experts GroupedExperts of GroupedProduct, norm RMSNorm, "
         "optimizer AdamW of torch"
@@ -54,7 +54,7 @@ def test_parts_are_named_by_their_classes_wherever_a_chunk_has_them():
 
 
 def test_a_dense_rank_without_an_optimizer_has_neither():
-    assert kernels_in_words([chunk(a__core_attention=FlashAttention())], optimizer()) == (
+    assert kernels_text([chunk(a__core_attention=FlashAttention())], optimizer()) == (
         "layers of torch, attention FlashAttention, optimizer none"
     )
 
@@ -96,11 +96,11 @@ def test_gradients_are_added_within_the_product_where_their_buffers_are_float32(
 def test_what_becomes_of_gradients_in_16_bits_is_said():
     model = nn.ModuleDict({"layer": Fused(torch.float32), "output_layer": nn.Linear(4, 8, dtype=torch.bfloat16)})
     add_within_products([model])
-    assert kernels_in_words([model], optimizer()) == (
+    assert kernels_text([model], optimizer()) == (
         "layers of torch, gradients of 1 of 1 fused modules added in float32 within the product, that of the head by "
         "a product in float32 of bfloat16, which this device cannot sum in float32, optimizer none"
     )
-    assert head_gradient_in_words(torch.zeros(2, 2)) == "a product in float32"
+    assert head_gradient_text(torch.zeros(2, 2)) == "a product in float32"
 
 
 @pytest.mark.parametrize(("given", "wanted"), [({}, True), ({"gradient_accumulation_fusion": True}, True),

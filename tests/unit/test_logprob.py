@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from mrl.platforms.process_memory import give_back_heap, peak_resident_bytes, reset_peak_resident, resident_bytes
 from mrl.rank import logprob
-from mrl.rank.logprob import REDUCES_EARLY, lean_log_probs, likeliest_words
+from mrl.rank.logprob import REDUCES_EARLY, lean_log_probs, top_tokens
 from mrl.units import MIB
 
 TOKENS, HIDDEN, VOCAB, PADDED = 15, 6, 11, 14
@@ -78,7 +78,7 @@ def test_several_words_of_a_token_have_their_log_probs_and_gradients(case, block
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_likeliest_words_are_those_of_the_whole_distribution(case, block, below):
     hidden, weight, _, temperature, _ = case
-    ids, log_probs = likeliest_words(hidden, weight, temperature, VOCAB, dist.group.WORLD, 4, below, block)
+    ids, log_probs = top_tokens(hidden, weight, temperature, VOCAB, dist.group.WORLD, 4, below, block)
     logits = hidden.double() @ weight.double().t()
     distribution = (logits[:, :VOCAB] / temperature.double()[:, None]).log_softmax(-1)
     best = distribution[:, :below].topk(4, -1)

@@ -613,9 +613,9 @@ def test_rows_of_a_rank_that_lie_apart_in_a_weight_are_joined_in_their_factor():
         each = [(first + rank * size // 2, first + (rank + 1) * size // 2)
                 for first, size in ((0, keys), (keys, keys), (2 * keys, values))]  # fmt: skip
         assert qkv.rows == tuple(each) and gates.rows == ((rank * values // 2, (rank + 1) * values // 2),)
-        assert qkv.places == ((0, 0, keys // 2), (keys // 2, keys // 2, keys // 2), (keys, keys, values // 2))
+        assert qkv.segments == ((0, 0, keys // 2), (keys // 2, keys // 2, keys // 2), (keys, keys, values // 2))
         assert [piece.hf_box.ranges[0] for piece in qkv.pieces("lora_B", 4)] == each
-        assert qkv.shape("lora_B", 4) == (keys + values // 2, 4) and qkv.place(each[1][0]) == keys // 2
+        assert qkv.shape("lora_B", 4) == (keys + values // 2, 4) and qkv.local_row(each[1][0]) == keys // 2
 
 
 def test_the_smallest_side_is_that_of_the_targets():

@@ -11,8 +11,8 @@ from small_model import write_model
 from mrl.algo.advantages import TokenAdvantages
 from mrl.checkpoint.disk_space import BESIDE_TENSORS, checkpoint_bytes
 from mrl.cluster.prerequisites import check_object_stores
+from mrl.config.deployment import Deployment, rank_devices
 from mrl.config.load import load_config
-from mrl.config.places import Deployment, rank_places
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import EnvironmentFault
@@ -41,7 +41,7 @@ SMALL = [
 def inputs_of(preset: str, *overrides: str, held_out: int | None = None) -> PlanInputs:
     config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml", None, list(overrides)).config
     model, _ = planning_model_spec(config.model.path)
-    return PlanInputs.of(config, model, device_for(config), held_out_prompts=held_out)
+    return PlanInputs.of(config, model, device_for(config), validation_prompts=held_out)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset, layout, tiny_mod
 def host_of(inputs: PlanInputs) -> dict:
     batch = batch_plan(inputs.config, inputs.train)
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
-    return host_section(inputs, batch, engine_of(inputs), actors, *rank_places(Deployment.of(inputs.config)))
+    return host_section(inputs, batch, engine_of(inputs), actors, *rank_devices(Deployment.of(inputs.config)))
 
 
 def test_an_engine_asleep_keeps_its_weights_on_the_host_at_level_one_only():
@@ -212,7 +212,7 @@ def test_object_stores_hold_what_is_generated_on_their_node_and_what_is_fetched_
     and so it fetches their rows.
     """
     inputs = inputs_of("qwen3-30b-a3b/h100-4x8")
-    batch, (ranks, workers) = batch_plan(inputs.config, inputs.train), rank_places(Deployment.of(inputs.config))
+    batch, (ranks, workers) = batch_plan(inputs.config, inputs.train), rank_devices(Deployment.of(inputs.config))
     whole, stores = stored_bytes(inputs), object_stores(inputs, batch, ranks, workers)
     assert set(stores) == {0, 1, 2, 3} and sum(place.node == 0 for place in workers) == len(workers) // 4
     for node in (1, 2, 3):
@@ -230,7 +230,7 @@ def test_object_stores_hold_what_is_generated_on_their_node_and_what_is_fetched_
 def test_the_drivers_node_has_room_for_what_a_start_reads_there_and_for_its_part_of_the_rest(overrides, groups):
     """A start reads a step of the spool, and what is ahead of it from the checkpoint, and nothing that was filtered."""
     inputs = inputs_of("qwen3-30b-a3b/h100-4x8", *overrides)
-    batch, places = batch_plan(inputs.config, inputs.train), rank_places(Deployment.of(inputs.config))
+    batch, places = batch_plan(inputs.config, inputs.train), rank_devices(Deployment.of(inputs.config))
     stores = object_stores(inputs, batch, *places)
     whole = stored_bytes(inputs)
     read = groups * (stored_bytes(inputs_of("qwen3-30b-a3b/h100-4x8")) // 256)
@@ -260,7 +260,7 @@ def stores_of(*overrides: str, held_out: int | None = None) -> dict[int, int]:
     """Of four nodes of 8 ranks and 8 workers each, in the middle of a run that validates."""
     overrides = ("data.val_files=held-out.parquet", "rollout.val_kwargs.n=4", "trainer.test_freq=5", *overrides)
     inputs = inputs_of("qwen3-30b-a3b/h100-4x8", *overrides, held_out=held_out)
-    return object_stores(inputs, batch_plan(inputs.config, inputs.train), *rank_places(Deployment.of(inputs.config)))
+    return object_stores(inputs, batch_plan(inputs.config, inputs.train), *rank_devices(Deployment.of(inputs.config)))
 
 
 def answers_of(prompts: int) -> int:
@@ -301,7 +301,7 @@ def test_a_batch_that_was_filtered_is_gone_when_held_out_prompts_are_answered():
 def test_a_plan_counts_the_held_out_prompts_that_it_knows_of(overrides, read, counted):
     validating = ["data.val_files=held-out.parquet", "trainer.test_freq=5"]
     inputs = inputs_of("qwen3-8b/h100-1x8", *validating, *overrides, held_out=read)
-    assert inputs.held_out_prompts == host_of(inputs)["held_out_prompts"] == counted
+    assert inputs.validation_prompts == host_of(inputs)["held_out_prompts"] == counted
 
 
 def test_a_store_that_is_too_small_is_refused_with_the_number():

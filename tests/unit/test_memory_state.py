@@ -85,9 +85,9 @@ def test_float32_parameters_need_no_master_copy():
 @pytest.mark.parametrize(
     ("precision", "device", "host"),
     [
-        (Precision(2, host_share=1.0, masters_stay=False), 0, 16),
+        (Precision(2, host_share=1.0, keeps_masters=False), 0, 16),
         (Precision(2, host_share=1.0), 4, 16),
-        (Precision(2, host_share=0.5, masters_stay=False), 6, 8),
+        (Precision(2, host_share=0.5, keeps_masters=False), 6, 8),
         (Precision(2, host_share=0.5), 8, 8),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from machine import times_slower
 from seldom import seldom
 
-from mrl.cluster.missing_ranks import missing_ranks, stand
+from mrl.cluster.missing_ranks import last_collectives, missing_ranks
 from mrl.platforms.collective_trail import Entry, RankGroup, Trail
 
 LAYERS = 3
@@ -97,7 +97,7 @@ def test_a_rank_that_stands_still_is_named_with_what_it_has_not_come_to(world):
         group, operation = programs[culprit][at]
         awaited = sum(each == group for each, _ in programs[culprit][:at]) + 1
         first = f"rank {culprit} has not come to {operation} {awaited} of {group}"
-        assert found.words.startswith(first), found.words
+        assert found.text.startswith(first), found.text
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -153,7 +153,7 @@ def test_where_the_past_tells_nothing_both_are_named():
     second = RankGroup("second", (0, 1))
     trails = {0: trail_of([Entry(first, 1, "all_reduce")]), 1: trail_of([Entry(second, 1, "all_reduce")])}
     found = missing_ranks(trails)
-    assert found.ranks == (0, 1) and found.words.endswith("which of them is wrong is not known")
+    assert found.ranks == (0, 1) and found.text.endswith("which of them is wrong is not known")
 
 
 def test_of_many_that_have_not_come_all_are_named_and_the_first_are_told():
@@ -162,15 +162,15 @@ def test_of_many_that_have_not_come_all_are_named_and_the_first_are_told():
     trails[299] = trail_of([Entry(group, 1, "all_reduce"), Entry(group, 2, "all_reduce")])
     found = missing_ranks(trails)
     assert found.ranks == tuple(range(299))
-    assert "rank 7 has not come to all_reduce 2 of world (300 ranks, 0 to 299), to which rank 299 has" in found.words
-    assert "rank 8" not in found.words and found.words.endswith("; nor have 291 more")
+    assert "rank 7 has not come to all_reduce 2 of world (300 ranks, 0 to 299), to which rank 299 has" in found.text
+    assert "rank 8" not in found.text and found.text.endswith("; nor have 291 more")
 
 
 def test_ranks_that_have_come_to_the_same_are_nobodys_cause():
     programs = {rank: program(rank, "four ranks", 1, (1,)) for rank in range(4)}
     assert missing_ranks(trails_of(programs, {})) is None
     assert missing_ranks({}) is None
-    assert stand({0: trail_of([]), 1: trail_of([])}) == ""
+    assert last_collectives({0: trail_of([]), 1: trail_of([])}) == ""
 
 
 def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_waits_for_nobody():
@@ -184,7 +184,7 @@ def test_a_stage_that_waits_for_a_message_leads_to_the_one_that_waits_for_nobody
     }
     found = missing_ranks(trails)
     assert found.ranks == (0,)
-    assert "rank 0 has not come to send 2 of pipeline (ranks 0 to 1), to which rank 1 has" in found.words
+    assert "rank 0 has not come to send 2 of pipeline (ranks 0 to 1), to which rank 1 has" in found.text
     ahead = {0: trail_of([Entry(down, 1, "send"), Entry(down, 2, "send")]), 1: trail_of([Entry(down, 1, "receive")])}
     assert missing_ranks(ahead) is None
 
@@ -200,7 +200,7 @@ def test_what_a_rank_forgot_is_no_parting():
 def test_all_that_came_to_the_same_are_told_together():
     group = RankGroup("tensor", (0, 1))
     one = trail_of([Entry(group, 1, "all_reduce")])
-    assert stand({0: one, 1: one}) == "rank 0, rank 1 came to all_reduce 1 of tensor (ranks 0, 1)"
+    assert last_collectives({0: one, 1: one}) == "rank 0, rank 1 came to all_reduce 1 of tensor (ranks 0, 1)"
 
 
 def test_a_number_of_another_size_is_a_parting_and_the_past_tells_whose():
@@ -213,7 +213,7 @@ def test_a_number_of_another_size_is_a_parting_and_the_past_tells_whose():
 
     found = missing_ranks({0: own([*sizes, *sizes, 4, 64]), 1: own([*sizes, *sizes, 4, 256])})
     assert found.ranks == (1,)
-    assert found.words == (
+    assert found.text == (
         "rank 1 went on to allreduce 8 of tensor (ranks 0, 1) with rows of 256 bytes where rank 0 came to "
         "allreduce 8 of tensor (ranks 0, 1) with rows of 64 bytes, as before"
     )

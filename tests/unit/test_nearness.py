@@ -9,10 +9,10 @@ from itertools import permutations
 import pytest
 from reshard_cases import QWEN3_30B
 
+from mrl.config.deployment import Deployment, rank_devices
 from mrl.config.load import load_config
-from mrl.config.places import Deployment, rank_places
 from mrl.errors import ConfigError
-from mrl.model.device_grid import ClusterShape, Place, actor_places, best_assignment, engine_places, near_places
+from mrl.model.device_grid import ClusterShape, DeviceId, actor_devices, best_assignment, engine_devices, near_devices
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import plan_reshard
@@ -27,20 +27,20 @@ TP, PP, EP, ETP = (
 )
 
 
-def places_of(degrees: dict, rollout: RolloutLayout, per_node: int, model=QWEN3_30B, **how):
+def devices_of(degrees: dict, rollout: RolloutLayout, per_node: int, model=QWEN3_30B, **how):
     """(layout, places of ranks, places of workers)."""
     train = TrainLayout.build(degrees, model)
     cluster = ClusterShape(train.world_size // per_node, per_node)
-    ranks = actor_places(train.world_size, cluster)
-    return train, ranks, near_places(train, rollout, ranks, engine_places(rollout, cluster), **how)
+    ranks = actor_devices(train.world_size, cluster)
+    return train, ranks, near_devices(train, rollout, ranks, engine_devices(rollout, cluster), **how)
 
 
-def devices(places: tuple[Place, ...]) -> list[int]:
+def devices(places: tuple[DeviceId, ...]) -> list[int]:
     return [place.device for place in places]
 
 
 def test_quarters_stand_where_their_halves_are():
-    *_, workers = places_of({"world_size": 8, TP: 2, EP: 8}, RolloutLayout(2, 4), 8)
+    *_, workers = devices_of({"world_size": 8, TP: 2, EP: 8}, RolloutLayout(2, 4), 8)
     assert devices(workers) == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -48,7 +48,7 @@ def test_spread_experts_stand_where_their_owners_are():
     """Eighths of the experts, and two ranks that hold each quarter:
     workers 2e and 2e + 1 belong to ranks e and e + 4.
     """
-    *_, workers = places_of({"world_size": 8, EP: 4}, RolloutLayout(1, 2, 4, 8), 8)
+    *_, workers = devices_of({"world_size": 8, EP: 4}, RolloutLayout(1, 2, 4, 8), 8)
     assert [device % 4 for device in devices(workers)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -56,11 +56,11 @@ def test_on_ascend_a_process_sees_its_devices_in_ascending_order_and_data_parall
     """Pairs of devices hold experts of quarter 0 and 1, 2 and 3, and again;
     data-parallel rank d needs those of quarter d.
     """
-    *_, workers = places_of({"world_size": 8, EP: 4}, RolloutLayout(1, 2, 4, 8), 8, ascending=True)
+    *_, workers = devices_of({"world_size": 8, EP: 4}, RolloutLayout(1, 2, 4, 8), 8, ascending=True)
     pairs = [devices(workers)[first : first + 2] for first in range(0, 8, 2)]
     assert sorted(pairs) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [pair[0] // 2 % 2 for pair in pairs] == [0, 0, 1, 1]
-    *_, workers = places_of({"world_size": 8, TP: 2, EP: 8}, RolloutLayout(2, 4), 8, ascending=True)
+    *_, workers = devices_of({"world_size": 8, TP: 2, EP: 8}, RolloutLayout(2, 4), 8, ascending=True)
     assert devices(workers) == list(range(8))
 
 
@@ -69,7 +69,7 @@ def test_the_usual_order_stays_where_another_gains_nothing():
         ({"world_size": 8, TP: 4, EP: 8}, RolloutLayout(2, 4)),
         ({"world_size": 8}, RolloutLayout(4, 2)),
     ]:
-        *_, workers = places_of(degrees, rollout, 8)
+        *_, workers = devices_of(degrees, rollout, 8)
         assert devices(workers) == list(range(8))
 
 
@@ -88,9 +88,9 @@ def test_the_usual_order_stays_where_another_gains_nothing():
 def test_no_other_order_has_more_bytes_at_hand(degrees, rollout):
     """Of all orders of the workers of each engine over its devices."""
     model = SHALLOW
-    train, ranks, workers = places_of(degrees, rollout, 4, model)
+    train, ranks, workers = devices_of(degrees, rollout, 4, model)
 
-    def local(order: tuple[Place, ...]) -> int:
+    def local(order: tuple[DeviceId, ...]) -> int:
         topology = Topology(ranks, order)
         return plan_reshard(model, train, rollout, dialect="cuda", dtype="bfloat16", topology=topology).bytes_local
 
@@ -115,8 +115,8 @@ def test_no_pair_of_layouts_is_worse_for_it():
         rollout = RolloutLayout(8 // tensor // data, tensor, data, rng.choice([1, tensor * data]))
         per_node = rng.choice([4, 8])
         try:
-            train, ranks, workers = places_of(degrees, rollout, per_node, model)
-            usual = Topology(ranks, engine_places(rollout, ClusterShape(8 // per_node, per_node)))
+            train, ranks, workers = devices_of(degrees, rollout, per_node, model)
+            usual = Topology(ranks, engine_devices(rollout, ClusterShape(8 // per_node, per_node)))
             before, after = (
                 plan_reshard(model, train, rollout, dialect="cuda", dtype="bfloat16", topology=topology)
                 for topology in (usual, Topology(ranks, workers))
@@ -145,5 +145,5 @@ def test_assignments_are_the_best_of_all():
 def test_separate_engines_stand_as_they_did(tmp_path):
     preset = "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml"
     config = load_config(preset).config
-    ranks, workers = rank_places(Deployment.of(config))
+    ranks, workers = rank_devices(Deployment.of(config))
     assert list(workers) == sorted(workers) and not set(ranks) & set(workers)

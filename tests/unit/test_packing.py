@@ -156,7 +156,7 @@ def test_the_host_knows_of_a_pack_what_layers_would_read_from_the_device(batch, 
         known = pack_of(starts)
         assert np.cumsum([0, *known.lengths]).tolist() == starts.tolist()
         places = [np.split(np.arange(length), sum(map(len, parts)))[part] for length in known.lengths for part in own]
-        assert known.places.tolist() == np.concatenate(places).tolist()
+        assert known.positions.tolist() == np.concatenate(places).tolist()
 
 
 def seeing(prompt, response, *images):
@@ -204,7 +204,7 @@ def test_positions_go_with_their_tokens_and_padding_has_plain_ones(seen):
 
 def test_a_pack_with_three_positions_a_token_has_a_row_of_angles_for_each_token(seen):
     micro = micro_batch(replace(seen, positions=np.zeros((len(seen.token_ids), 3), np.int32)), ALL, PACKED)
-    assert pack_of(packing_of(micro.mapped(torch.as_tensor)).cu_seqlens_q).places.tolist() == list(range(21))
+    assert pack_of(packing_of(micro.mapped(torch.as_tensor)).cu_seqlens_q).positions.tolist() == list(range(21))
     assert micro_batch(seen, ALL, PACKED).positions is None
 
 

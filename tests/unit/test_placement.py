@@ -36,7 +36,7 @@ class Devices:
         self.full_before = full_before
         processes = SimpleNamespace(
             names=["engine 0", "engine 1"], workers=[None, None], engine_ranks=1, end=lambda engine: None,
-            start_again=self.start_again, note_place=lambda engine: None,
+            start_again=self.start_again, note_devices=lambda engine: None,
         )  # fmt: skip
         self.fleet = EngineFleet(processes, 60.0)
         self.fleet.restart(100, 1)
@@ -313,16 +313,16 @@ def test_ranks_and_engines_are_asked_by_their_groups_which_know_how_long_and_who
             asked.append((name, method, phase))
             return of[method]
 
-        return SimpleNamespace(answers=answers, device_places={"engine 0": [("node", 0)]})
+        return SimpleNamespace(answers=answers, process_devices={"engine 0": [("node", 0)]})
 
     here = [("node", 0)]
-    actor = group("ranks", {"places": {"rank 0": here}, "memory": {"rank 0": holder("rank 0", 10, free=12).memory}})
+    actor = group("ranks", {"devices": {"rank 0": here}, "memory": {"rank 0": holder("rank 0", 10, free=12).memory}})
     engines = group("engines", {"memory": {"engine 0": [holder("engine 0", 0, free=12).memory]}})
     gate = MemoryGate(plan_with(12, 12, 2, 78), actor, engines)
     gate("train_to_sync")
     gate("train_to_sync")
     measures = [(name, "memory", "measuring memory before train_to_sync") for name in ("ranks", "engines")]
-    assert asked == [("ranks", "places", "placing the processes"), *measures, *measures]
+    assert asked == [("ranks", "devices", "asking for the devices of ranks"), *measures, *measures]
 
 
 def holder(name: str, live: float, free: float | None = None) -> MemoryHolder:

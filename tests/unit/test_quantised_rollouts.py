@@ -45,7 +45,7 @@ from mrl.reshard.digest import merged
 from mrl.reshard.execute import Sender
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.proof import verify
-from mrl.reshard.quantise import block_scales, quantised, words_of
+from mrl.reshard.quantise import as_fp8, block_scales, quantised
 from mrl.tools import run_search
 from mrl.tools.import_verl.translate import import_overrides
 from mrl.tools.rehearse.compose import WorkFolder, compose
@@ -108,9 +108,9 @@ def test_words_and_scales_are_those_of_the_definition_element_by_element(shape):
     weight[:, 0] *= 1e-6  # words below the smallest normal one
     words, scales = reference(weight, 16)
     assert torch.equal(block_scales(weight, 16), scales)
-    made = words_of(weight, scales, 16)
+    made = as_fp8(weight, scales, 16)
     assert made.dtype is WORDS and torch.equal(made.double(), words)
-    assert torch.equal(words_of(weight[3:, 5:], scales, 16, (3, 5)).double(), words[3:, 5:])
+    assert torch.equal(as_fp8(weight[3:, 5:], scales, 16, (3, 5)).double(), words[3:, 5:])
 
 
 def test_words_between_two_are_rounded_as_their_products_with_the_inverse_scale():
@@ -122,7 +122,7 @@ def test_words_between_two_are_rounded_as_their_products_with_the_inverse_scale(
         weight[row, ::16] = largest * tie / 448
     assert torch.equal(weight.bfloat16().float(), weight)
     words, scales = reference(weight.bfloat16(), 16)
-    made = words_of(weight.bfloat16(), scales, 16)
+    made = as_fp8(weight.bfloat16(), scales, 16)
     assert torch.equal(made.double(), words)
     each = scales.repeat_interleave(16, 1).repeat_interleave(16, 0)
     assert not torch.equal((weight / each).to(WORDS).double(), words), "a quotient would be another word"
@@ -131,7 +131,7 @@ def test_words_between_two_are_rounded_as_their_products_with_the_inverse_scale(
 def test_a_block_of_zeros_has_words_of_zero_and_the_least_scale():
     weight = torch.zeros(16, 16, dtype=torch.bfloat16)
     scales = block_scales(weight, 16)
-    assert scales.tolist() == [[pytest.approx(1e-4 / 448)]] and not words_of(weight, scales, 16).float().any()
+    assert scales.tolist() == [[pytest.approx(1e-4 / 448)]] and not as_fp8(weight, scales, 16).float().any()
 
 
 def test_a_full_tensor_is_quantised_where_it_has_words_and_otherwise_left():
@@ -215,7 +215,7 @@ def test_a_rank_finds_scales_once_for_all_engines_and_makes_words_once_a_box_tha
     """Digests of what was sent make none again."""
     scales, words = [], []
     counted(monkeypatch, "block_scales", scales)
-    counted(monkeypatch, "words_of", words)
+    counted(monkeypatch, "as_fp8", words)
     found = []
     for engines in (1, 2):
         scales.clear(), words.clear()
@@ -441,9 +441,10 @@ def test_numbers_that_vllms_loader_is_asked_with_are_exact_in_words_and_tell_all
 
 
 def test_kernels_that_would_hold_other_words_are_refused_by_name():
-    handshake.check_word_backend("CutlassFp8BlockScaledMMKernel")
-    with pytest.raises(handshake.HandshakeError, match="is MarlinFP8ScaledMMLinearKernel, which keeps words or scales"):
-        handshake.check_word_backend("MarlinFP8ScaledMMLinearKernel")
+    handshake.check_fp8_backend("CutlassFp8BlockScaledMMKernel")
+    said = "is MarlinFP8ScaledMMLinearKernel, which keeps FP8 values or scales"
+    with pytest.raises(handshake.HandshakeError, match=said):
+        handshake.check_fp8_backend("MarlinFP8ScaledMMLinearKernel")
 
 
 # --- configurations ---------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from test_scoring import CHARS, questions, samples
 
 from mrl.cluster.engine_fleet import EngineFleet
 from mrl.cluster.process_logs import concerning
+from mrl.config.deployment import Deployment
 from mrl.config.load import load_config
-from mrl.config.places import Deployment
 from mrl.driver import assemble, assemble_processes, loop
 from mrl.driver.assemble import RESTART_WINDOW, RestartBudget
 from mrl.driver.placement import Separate
@@ -161,7 +161,7 @@ class Places:
         own = SimpleNamespace(
             names=["engine 0", "engine 1"], workers=[None, None], engine_ranks=1,
             end=lambda engine: self.events.append(f"engine {engine} ended"), start_again=lambda engine: {},
-            note_place=lambda engine: None,
+            note_devices=lambda engine: None,
         )  # fmt: skip
         fleet = EngineFleet(own, 60.0)
         fleet.restart(1, 1)
@@ -177,7 +177,7 @@ class Places:
         self._fail("engines")
         started = self._processes()
         if before is not None:
-            started.engines.fleet.stand_for(before.fleet)
+            started.engines.fleet.continue_from(before.fleet)
         return started
 
     def restart_ranks(self, own, order, files, before):

@@ -103,7 +103,7 @@ def test_on_its_own_node_a_rank_cuts_out_the_same():
         read_routes(kept, blocks(kept), needed, layers, each)
         for each in ({"a": reader(received), "b": reader(received)}, {})
     )
-    assert np.array_equal(far.values, near.values) and np.array_equal(far.places, near.places)
+    assert np.array_equal(far.values, near.values) and np.array_equal(far.value_rows, near.value_rows)
 
 
 def test_without_any_routes_there_are_none():

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.cluster import ray_cluster, ray_folder
+from mrl.config.deployment import Deployment
 from mrl.config.load import load_config
-from mrl.config.places import Deployment
 from mrl.errors import EnvironmentFault
 from mrl.record.process_mark import ProcessMark
 

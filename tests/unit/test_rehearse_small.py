@@ -14,7 +14,7 @@ from mrl.config.family_rules import NOT_ON_CPU
 from mrl.config.load import RECIPES, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import leaf, schema_keys
-from mrl.config.speculation_rules import room
+from mrl.config.speculation_rules import draft_positions
 from mrl.errors import ConfigError
 from mrl.model import FAMILIES, ModelSpec, known_models, known_name, model_spec, parameter_count, tensor_specs
 from mrl.model.layout import TrainLayout
@@ -334,7 +334,7 @@ def test_drafts_are_rehearsed_where_a_cpu_can_draft_and_named_where_it_cannot(pr
     assert rehearsal.config.actor.mtp.train == rehearsal.config.rollout.drafts_with_model == stays
     (tmp_path / "rehearsal.yaml").write_text(rehearsal.to_yaml())
     data = rehearsal.config.data
-    positions = data.max_sample_length + room(rehearsal.config.rollout)
+    positions = data.max_sample_length + draft_positions(rehearsal.config.rollout)
     model = model_spec(small_hf_config(hf_config_of(path), rehearsal.layout.layers, 320, positions))
     assert [v.field for v in violations(load_config(tmp_path / "rehearsal.yaml"), model)] == []
 

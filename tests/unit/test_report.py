@@ -26,9 +26,9 @@ from mrl.tools.explain.band import Break
 from mrl.tools.explain.explain import Explanation, LikelyCause
 from mrl.tools.report import stored_responses
 from mrl.tools.report.columns import STEP, Curve, curves_of
-from mrl.tools.report.heldout import Response, differences, paired, prompt_means
 from mrl.tools.report.html import page_html
 from mrl.tools.report.page import Chart, color_of
+from mrl.tools.report.paired_tests import Response, differences, paired, prompt_means
 from mrl.tools.report.run_record import read_run, read_settings
 from mrl.tools.report.samples import PartHead, TrainingSample, decoder, looked_at, parts_of, tokens_of
 from mrl.tools.report.sections import curve_charts, explained, run_page

@@ -10,8 +10,8 @@ from report_run import World, write_run
 from mrl.generate.lost_engines import LostEngines, Unfinished
 from mrl.record.attempts import attempt
 from mrl.tools.report import run_record, sections
-from mrl.tools.report.heldout import read_responses
 from mrl.tools.report.page import Chart, Lanes, PageSection, Paragraph, Table
+from mrl.tools.report.paired_tests import read_responses
 from mrl.tools.report.run_record import RunRecord, read_run
 from mrl.tools.report.sections_run import drafts, incidents, memory, staleness
 from mrl.tools.report.verdict import verdict

@@ -11,8 +11,8 @@ from replicas import InMemory
 from mrl.cluster import request_streams as engine_progress
 from mrl.cluster.request_streams import EngineProgress, FinishedResponses, FleetChange
 from mrl.cluster.rollout_group import request_limit
+from mrl.config.deployment import Deployment
 from mrl.config.load import load_config
-from mrl.config.places import Deployment
 from mrl.data.samples import Sample, packed
 from mrl.engine.requests import EngineReading, Request, Sampling
 from mrl.errors import Interrupted

@@ -16,7 +16,7 @@ from seldom import seldom
 from test_reshard_source import MODELS
 
 from mrl.errors import ConfigError
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.plan.devices import Starts, SyncRates
 from mrl.plan.sync_times import Link, launch_seconds, reshard_summary
@@ -101,7 +101,7 @@ def test_what_is_on_the_device_or_the_node_is_taken_from_there():
     """
     model = MODELS["qwen3"]
     train = TrainLayout.build({"world_size": 4, "tensor_model_parallel_size": 2}, model)
-    places = tuple(Place(*divmod(device, 2)) for device in range(4))
+    places = tuple(DeviceId(*divmod(device, 2)) for device in range(4))
     plan = plan_reshard(
         model, train, RolloutLayout(4, 1), dialect="cuda", dtype="bfloat16", topology=Topology(places, places)
     )
@@ -177,7 +177,7 @@ def test_every_process_comes_to_the_same_hash():
 
 def test_the_hash_covers_every_argument():
     pair = pair_of()
-    places = tuple(Place(0, device) for device in range(8))
+    places = tuple(DeviceId(0, device) for device in range(8))
     changed = [
         replace(pair, model=replace(pair.model, vocab_size=23)),
         replace(pair, train=replace(pair.train, chunk_layers=((1,), (3,)))),
@@ -201,7 +201,7 @@ def test_budget_below_a_row_is_refused():
 
 def test_topology_of_another_size_is_refused():
     with pytest.raises(ConfigError, match="places 4 ranks and 3 workers, the layouts have 4 and 4"):
-        replace(pair_of(), topology=Topology((Place(0, 0),) * 4, (Place(0, 0),) * 3)).plan()
+        replace(pair_of(), topology=Topology((DeviceId(0, 0),) * 4, (DeviceId(0, 0),) * 3)).plan()
 
 
 def test_number_format_that_nobody_moves_is_refused():

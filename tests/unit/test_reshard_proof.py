@@ -10,7 +10,7 @@ from reshard_cases import Pair, random_pairs
 from seldom import seldom
 from test_reshard_source import MODELS
 
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import target_parameters
@@ -275,7 +275,7 @@ def test_what_a_worker_wants_depends_on_its_place_inside_the_engine_alone():
 
 
 def test_verdict_counts_what_it_looked_at():
-    places = tuple(Place(0, device) for device in range(8))
+    places = tuple(DeviceId(0, device) for device in range(8))
     plan = good_plan()
     plan = plan_reshard(
         plan.model,

@@ -9,7 +9,7 @@ import pytest
 from reshard_cases import Pair, random_pairs
 from seldom import seldom
 
-from mrl.model.device_grid import Place
+from mrl.model.device_grid import DeviceId
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_loader import loaded
 from mrl.model.vllm_parameters import target_parameters
@@ -110,7 +110,7 @@ def test_at_most_two_modules_of_a_worker_are_unfinished_at_any_time(seed):
 def test_moved_bytes_are_those_that_no_rank_on_the_device_has_and_remote_ones_those_that_none_on_the_node_has(seed):
     for pair in random_pairs(seed, 8):
         hf, plan = numbered(pair.model), pair.plan()
-        on_device: dict[Place, list[np.ndarray]] = defaultdict(list)
+        on_device: dict[DeviceId, list[np.ndarray]] = defaultdict(list)
         on_node: dict[int, list[np.ndarray]] = defaultdict(list)
         for rank in range(pair.train.world_size if pair.topology else 0):
             held = [fill(shard, hf).ravel() for shard in source_shards(pair.model, pair.train, rank)]

@@ -17,7 +17,7 @@ from mrl.config.schema import with_values
 from mrl.model import planning_model_spec
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, device_for
-from mrl.plan.run_plan import plan_of, seconds_in_words
+from mrl.plan.run_plan import plan_of, seconds_text
 from mrl.platforms.versions import MEGATRON
 from mrl.tools.run_search import differing, fastest_run, settings_between, step_of
 from mrl.tools.search import recomputes, search
@@ -174,7 +174,7 @@ def test_init_plan_and_search_say_the_same_of_a_presets_model_and_devices(name, 
     said = re.search(r"a step about (\S+) s.*update (\S+) s,.*\nlayout: (\S+) of \S+ GiB in (\w+)", printed)
     step, gib = (pytest.approx(float(said[place]), rel=0.006) for place in (1, 3))
     assert (sum(phases.values()), most["bytes"] / GIB) == (step, gib)
-    assert f"{said[2]} s" == seconds_in_words(phases["update"])
+    assert f"{said[2]} s" == seconds_text(phases["update"])
     assert plan["memory"]["phases"][said[4]] == most
     (own,) = [row for row in searched["layouts"] if _has(load_config(file).config, row["degrees"])]
     assert own["seconds"] * searched["updates"] == pytest.approx(phases["update"]) and own["bytes"] == most["bytes"]

@@ -10,7 +10,7 @@ from replicas import InMemory, scorers, stored
 from mrl.cluster import scoring
 from mrl.cluster.calls import Late
 from mrl.cluster.process_logs import processes_of
-from mrl.cluster.scoring import scorer_places
+from mrl.cluster.scoring import scorer_nodes
 from mrl.data.samples import Sample, Turn, TurnCall
 from mrl.errors import EnvironmentFault
 from mrl.reward.builtin_rules import environment
@@ -260,7 +260,7 @@ def test_a_reward_function_may_take_longer_than_an_exchange(clocked):
     ],
 )
 def test_scoring_processes_are_spread_over_the_nodes_of_engines(nodes, workers, hosts, near):
-    assert scorer_places(dict(enumerate(nodes)), workers) == (hosts, dict(enumerate(near)))
+    assert scorer_nodes(dict(enumerate(nodes)), workers) == (hosts, dict(enumerate(near)))
 
 
 def test_what_took_long_waits_as_long_for_its_scorer_and_what_is_at_the_end_does_not(monkeypatch):

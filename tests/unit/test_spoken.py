@@ -23,7 +23,7 @@ def row(response: list[int], prompt: tuple[int, ...] = (7, 8)) -> Samples:
 
 def asked_and_answered(spoken: SpokenTurns, *messages: ChatMessage, ids: list[int], said: str = "a") -> int:
     request = spoken.whole(ChatRequest(messages))
-    number = spoken.open(request, spoken.place(request))
+    number = spoken.open(request, spoken.locate(request))
     spoken.add(number, ChatMessage("assistant", said), row(ids), [])
     return number
 

@@ -414,7 +414,7 @@ def test_another_process_gets_no_other_rows_with_a_response():
     assert len(pickle.dumps(beside)) < len(pickle.dumps(alone)) + 100
     again = pickle.loads(pickle.dumps(told_together(200).row(7)))
     assert again.blocks == told_together(200).row(7).blocks
-    assert (len(again), len(again.numbers), again.rows.seed.tolist(), again.place.tolist()) == (1, 1, [70], [0])
+    assert (len(again), len(again.numbers), again.rows.seed.tolist(), again.block_row.tolist()) == (1, 1, [70], [0])
 
 
 def test_responses_that_are_kept_alone_are_joined_in_any_order():
@@ -424,7 +424,7 @@ def test_responses_that_are_kept_alone_are_joined_in_any_order():
     assert joined.rows.seed.tolist() == [60, 0, 10, 20, 30, 40, 0, 30, 40, 20]
     assert joined.rows.span_versions.tolist() == [0, 0, 1, 2, 0, 1, 0, 0, 1, 2]
     blocks = [joined.blocks[number].samples for number in joined.block]
-    assert blocks == [f"block {seed // 10}" for seed in joined.rows.seed.tolist()] and not joined.place.any()
+    assert blocks == [f"block {seed // 10}" for seed in joined.rows.seed.tolist()] and not joined.block_row.any()
     marked = first.row(3).as_context(np.array([True]))
     assert marked.rows.sampled_lengths.tolist() == [0] and first.rows.sampled_lengths.tolist() == [1] * 5
     renumbered = first.row(3).renumbered(np.array([8]), np.array([9])).rows
@@ -453,7 +453,7 @@ def test_any_rows_are_read_in_their_order_and_unused_blocks_are_given_up():
     assert np.array_equal(some.rows.seed, expected.seed)
     for row in range(len(many)):
         alone, taken = parts.row(row), parts.take(np.array([row]))
-        assert alone.blocks == taken.blocks and alone.place == taken.place and alone.block == taken.block == 0
+        assert alone.blocks == taken.blocks and alone.block_row == taken.block_row and alone.block == taken.block == 0
         assert alone.versions.tolist() == taken.rows.span_versions.tolist()
         assert alone.lengths == (taken.rows.prompt_lengths[0], taken.rows.response_lengths[0])
         for name, column in alone.rows.arrays.items():

@@ -109,7 +109,7 @@ class Trained(ReplicaActor):
 
     def _loss(self, batch: TrainBatch, rows: np.ndarray, count) -> dict:
         laid_out = micro_batch(self._spoilt(batch), rows, Shape(packed=True))
-        places = batch.sampled_places_of(rows)
+        places = batch.sampled_indices(rows)
         there = np.zeros(laid_out.response_mask.shape, bool)
         width = there.shape[1]
         own = batch.rows(rows)
@@ -185,7 +185,7 @@ def measured(
     gradients = {}
     for one, batch, mine in zip(actor.actors, held, own, strict=True):
         for row in mine.tolist():
-            places = batch.sampled_places_of(np.array([row]))
+            places = batch.sampled_indices(np.array([row]))
             gradients[batch.rollout_log_probs[places].tobytes()] = one.gradients[places]
     return metrics, gradients
 

@@ -59,7 +59,7 @@ def test_a_turn_that_branches_share_has_the_mean_of_what_they_return(branch_rewa
     )  # fmt: skip
     found = turn_returns(numbers, np.array([4.0, 1.0]), gamma, branch_rewards)
     assert found.tolist() == [4.0, *wanted]
-    only = turn_returns(numbers.taken(np.array([1])), np.array([1.0]), gamma, branch_rewards)
+    only = turn_returns(numbers.keep(np.array([1])), np.array([1.0]), gamma, branch_rewards)
     assert only.tolist() == wanted
 
 
@@ -121,7 +121,7 @@ def test_the_order_of_responses_changes_nothing(name):
     groups = rng.integers(0, 2, 10)
     order = rng.permutation(10)
     found = response_advantages(name, inputs(scores, groups, given, gamma=0.9))
-    other = response_advantages(name, inputs(scores[order], groups[order], given.taken(order), gamma=0.9))
+    other = response_advantages(name, inputs(scores[order], groups[order], given.keep(order), gamma=0.9))
     assert np.allclose(found.rows(order).per_turn.values, other.per_turn.values, rtol=1e-9, atol=1e-12)
 
 
@@ -132,7 +132,7 @@ def test_equal_returns_are_worth_nothing():
 def test_tokens_have_the_advantage_of_their_turn_and_responses_that_do_not_count_none():
     given = turns([2, 1, 2], [1, 0, 5, 0, 2], starts=[0, 3, 0, 0, 1])
     counted = np.array([True, False, True])
-    some = inputs([1, 2], [0, 0], given.taken(counted), norm_adv_by_std_in_grpo=False)
+    some = inputs([1, 2], [0, 0], given.keep(counted), norm_adv_by_std_in_grpo=False)
     every = response_advantages("grpo_turn", some).among(counted, given)
     mask = np.array([1, 1, 0, 1, 1, 1, 1, 1, 1], bool)
     found = every.of_tokens(np.array([5, 1, 3]), mask, None)

@@ -142,7 +142,7 @@ def test_what_is_trained_on_is_sampled_and_not_rejected():
     assert batch.loss_mask.tolist() == [True, True, False, False, True, True, True]
     kept = replace(batch, keep=np.array([True, False, True, True, True, False, True]))
     assert kept.loss_mask.tolist() == [True, False, False, False, True, False, True]
-    assert batch.sampled_places_of(np.array([1, 0])).tolist() == [5, 6, 0, 1, 4]
+    assert batch.sampled_indices(np.array([1, 0])).tolist() == [5, 6, 0, 1, 4]
 
 
 def test_how_far_the_trainers_log_probs_are_is_said_of_what_was_sampled():

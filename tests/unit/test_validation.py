@@ -14,7 +14,7 @@ from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.samples import Sample
-from mrl.driver.loop import due, held_out_metrics
+from mrl.driver.loop import due, validation_metrics
 from mrl.driver.placement import Separate
 from mrl.driver.stop_signals import StopFlag
 from mrl.driver.validation import ValidationSettings, answer_and_score
@@ -104,7 +104,7 @@ class World:
     def validate(self, spec):
         with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
             self.run.responder = self.responder(pool)
-            return held_out_metrics(self.run)
+            return validation_metrics(self.run)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_nothing_is_shown_unless_asked_for_and_nothing_done_without_prompts(tmp_
     world.validate(RewardSpec())
     assert world.shown == []
     world.run.val_prompts = None
-    assert held_out_metrics(world.run) == {}
+    assert validation_metrics(world.run) == {}
 
 
 def test_a_run_that_lost_its_directory_keeps_no_responses_in_it(tmp_path):
@@ -302,7 +302,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     assert not any(due(-1, step, total_steps=5) for step in range(1, 6))
     done = []
     monkeypatch.setattr(
-        loop, "held_out_metrics", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0}
+        loop, "validation_metrics", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0}
     )
     monkeypatch.setattr(loop, "memory_metrics", lambda machines: {})
     monkeypatch.setattr(loop, "compare_with_engines", lambda run: done.append(f"compare {run.state.step}"))

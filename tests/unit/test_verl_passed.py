@@ -23,7 +23,7 @@ from mrl.tools.import_verl.expansion import Value
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.shell import read_script
 from mrl.tools.import_verl.translate import translate
-from mrl.tools.import_verl.verl_command import from_script, from_words
+from mrl.tools.import_verl.verl_command import from_arguments, from_script
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("verl_passed.jsonl").read_text().splitlines()]
 NAMES = [row["path"] for row in ROWS]
@@ -67,7 +67,7 @@ def passed(row: dict) -> dict[str, str]:
 def imported(path: str) -> Import:
     row = ROWS[NAMES.index(path)]
     words = [Value(word) for word in ("-m", row["entry"], *row["options"], *row["words"])]
-    return translate(from_words(words, row["entry"], path), path)
+    return translate(from_arguments(words, row["entry"], path), path)
 
 
 def plain(text: str):

@@ -42,8 +42,8 @@ parameters, mask = PolicyLossParameters("vanilla"), torch.ones(2, 3, dtype=torch
 policy_loss(parameters, LossInputs(current, None, ones, mask), Denominators(6, 2))
 """
 ON_A_RANK = """
-fields = dict.fromkeys(["ref_log_probs", "teacher_log_probs", "of_teacher_words", "loss_weights", "selected"])
-outputs = SimpleNamespace(log_probs=current, entropy=None, of_words=None)
+fields = dict.fromkeys(["ref_log_probs", "teacher_log_probs", "teacher_top_log_probs", "loss_weights", "selected"])
+outputs = SimpleNamespace(log_probs=current, entropy=None, top_log_probs=None)
 _loss(parameters, SimpleNamespace(old_log_probs=None, advantages=ones, response_mask=mask, **fields), outputs,
     Denominators(6, 2))
 """

@@ -66,10 +66,10 @@ class FakeCluster:
         self.given_up: list[str] = []  # by which rank, once for each connection
         processes = SimpleNamespace(
             names=names, workers=[None] * len(names), engine_ranks=self.ranks, end=self.ended.append,
-            start_again=lambda engine: {"a start": "to come"}, note_place=lambda engine: None,
+            start_again=lambda engine: {"a start": "to come"}, note_devices=lambda engine: None,
         )  # fmt: skip
         self.fleet = EngineFleet(processes, 60.0)
-        self.device_places = {name: [("node", None)] for name in names}
+        self.process_devices = {name: [("node", None)] for name in names}
 
     def actor(self) -> SimpleNamespace:
         return SimpleNamespace(refs=self._rank_refs, meeting_point=self.meeting_point)
@@ -77,7 +77,7 @@ class FakeCluster:
     def group(self) -> SimpleNamespace:
         return SimpleNamespace(
             refs=self._engine_refs, commit=self.commit, call=lambda method, engines: None,
-            check_there=lambda what, engines: None, fleet=self.fleet, device_places=self.device_places,
+            check_there=lambda what, engines: None, fleet=self.fleet, process_devices=self.process_devices,
             names_of=lambda engines: [f"engine {engine}" for engine in sorted(engines)],
             not_running=lambda late: {name: reason for name, reason in self.stopped.items() if name in late},
         )  # fmt: skip
@@ -99,7 +99,7 @@ class FakeCluster:
             rank_name(*divmod(i, self.ranks), self.ranks): partial(getattr(self, method), i, *arguments) for i in chosen
         }
 
-    def places(self, number):
+    def devices(self, number):
         return [("node", None)]
 
     def agree_on_sync(self, number, data, plan_hash, keep=None) -> int | None:
@@ -689,7 +689,7 @@ def test_a_message_that_is_sent_twice_finds_no_room(cluster, capsys):
 
     def again(post, message):
         post(message)
-        end._wait_taken(message)
+        end._wait_consumed(message)
         end.slot(message)
 
     end.post = once(end.post, again)
@@ -802,8 +802,8 @@ def test_a_side_with_another_plan_is_refused_before_the_first_byte(cluster):
 
 def test_the_group_meets_at_its_first_member_though_rank_0_has_no_peer_on_another_host(cluster):
     world, sync = cluster(engines=1, train=REPLICAS, transport="auto")
-    world.places = lambda number: [(("here", "there")[number], None)]  # rank 0 here, rank 1 there
-    world.device_places["engine 0"] = [("here", None)]
+    world.devices = lambda number: [(("here", "there")[number], None)]  # rank 0 here, rank 1 there
+    world.process_devices["engine 0"] = [("here", None)]
     sync.bring_to(1)
     assert world.met_at == [1]
     assert holds(world, 0) and world.versions() == [1]

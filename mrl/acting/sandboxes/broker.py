@@ -102,14 +102,14 @@ class _Brokered(Sandbox):
 
 def _serve(channel: BinaryIO, spec: SandboxSpec) -> None:
     """The broker's life."""
-    room = _Room(spec)
+    starter = _Starter(spec)
     while True:
         try:
             (verb, number, arguments), content = _received(channel)
         except ValueError:  # the other end is gone
             return
         try:
-            value, answer = room.answer(verb, number, arguments, content)
+            value, answer = starter.answer(verb, number, arguments, content)
             error = None
         except (SandboxError, ConfigError, OSError) as failure:
             error = str(failure)
@@ -120,7 +120,7 @@ def _serve(channel: BinaryIO, spec: SandboxSpec) -> None:
         _send(channel, [error, value], answer)
 
 
-class _Room:
+class _Starter:
     """Sandboxes by number."""
 
     def __init__(self, spec: SandboxSpec):
@@ -160,8 +160,8 @@ def _ran(sandbox: Sandbox, input: bytes, command: Sequence[str], *arguments: Any
     return (ran.status, ran.reason, ran.left_out), ran.output
 
 
-def _send(channel: BinaryIO, told: Sequence[Any], content: bytes) -> None:
-    channel.write(json.dumps([*told, len(content)]).encode() + b"\n")
+def _send(channel: BinaryIO, header: Sequence[Any], content: bytes) -> None:
+    channel.write(json.dumps([*header, len(content)]).encode() + b"\n")
     channel.write(content)
     channel.flush()
 
@@ -169,8 +169,8 @@ def _send(channel: BinaryIO, told: Sequence[Any], content: bytes) -> None:
 def _received(channel: BinaryIO) -> tuple[list[Any], bytes]:
     """Returns what was sent. Raises ValueError at the end."""
     line = channel.readline()
-    *told, length = json.loads(line)
+    *header, length = json.loads(line)
     content = channel.read(length)
     if len(content) < length:
         raise ValueError("the channel ended within an answer")
-    return told, content
+    return header, content

@@ -69,9 +69,9 @@ class Bubblewrap(Sandbox):
     def _run(self, command: Command, original: str | None = None) -> Ran:
         if self._holder is None:
             raise SandboxError("the sandbox has ended")
-        filtering, told = os.pipe()
-        os.write(told, without_administration(platform.machine()))
-        os.close(told)
+        filtering, writer = os.pipe()
+        os.write(writer, without_administration(platform.machine()))
+        os.close(writer)
         process = subprocess.Popen(
             [PROGRAM, *self._options(command.environment, original), "--seccomp", str(filtering), "--", *command.words],
             stdin=subprocess.PIPE,

@@ -85,7 +85,7 @@ class ContainerSandbox(Sandbox):
         self._input: Any = None
         self._has_ended = False
         try:
-            with _told():
+            with _daemon_errors():
                 self._start(image, endpoint)
         except BaseException:
             self.end()
@@ -151,7 +151,7 @@ class ContainerSandbox(Sandbox):
     def _run(self, command: Command) -> Ran:
         if self._has_ended:
             raise SandboxError("the sandbox has ended")
-        with _told():
+        with _daemon_errors():
             started = self._client.exec_create(
                 self._name,
                 ["sh", "-c", _WRAPPED, "sh", *command.words],
@@ -195,7 +195,7 @@ class ContainerSandbox(Sandbox):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _daemon_errors() -> Iterator[None]:
     """Turns errors of the daemon into SandboxError."""
     import docker
     import requests
@@ -226,11 +226,11 @@ def _note(name: str, client: Any, is_made: bool) -> None:
 def _owner(process: int) -> str:
     """Names a process of this host, so that no other ever has its name; empty where there is none."""
     try:
-        place = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+        namespace = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
         began = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return ""
-    return " ".join((*place, str(process), began))
+    return " ".join((*namespace, str(process), began))
 
 
 def _remove_unstarted(client: Any) -> None:
@@ -289,6 +289,6 @@ def _take(pending: bytearray, output: KeptOutput) -> None:
 def left_behind(address: str | None) -> list[str]:
     """Returns names of containers of any run at this daemon, started or not."""
     client = connected(address)
-    with _told():
+    with _daemon_errors():
         found = client.containers(all=True, filters={"label": LABEL})
     return [each["Names"][0].lstrip("/") for each in found]

@@ -57,10 +57,10 @@ class NamespaceHolder:
             _hold(theirs.fileno(), parent, root, disk_bytes, self.is_root, own_network, port, places)
         theirs.close()
         self._channel = ours
-        told, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
-        if told[:3] != b"ok\n":
+        message, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
+        if message[:3] != b"ok\n":
             self.end()
-            raise SandboxError(f"namespaces of a sandbox cannot be made: {told.decode() or 'its holder died'}")
+            raise SandboxError(f"namespaces of a sandbox cannot be made: {message.decode() or 'its holder died'}")
         if descriptors:
             self.listener = socket.socket(fileno=descriptors[0])
         names = ["mnt", "net"] if self.is_root else ["user", "mnt", "net"]
@@ -198,12 +198,12 @@ def listener_of(process: int, port: int) -> socket.socket:
         finally:
             os._exit(0)
     with ours, theirs:
-        told, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
+        message, descriptors, _, _ = socket.recv_fds(ours, 4096, 1)
         os.waitpid(child, 0)
     if not descriptors:
         raise SandboxError(
-            f"the container's network cannot be entered, so the endpoint cannot be reached from it: {told.decode()}; "
-            "this needs the daemon on this host, and its rights"
+            f"the container's network cannot be entered, so the endpoint cannot be reached from it: "
+            f"{message.decode()}; this needs the daemon on this host, and its rights"
         )
     return socket.socket(fileno=descriptors[0])
 

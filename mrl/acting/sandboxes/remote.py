@@ -94,9 +94,9 @@ class _Remote(Sandbox):
 
     def write(self, path: str, content: bytes) -> None:
         """As Sandbox.write."""
-        place = posixpath.join(self.folder, path)
-        self.run(["mkdir", "-p", posixpath.dirname(place)])
-        self._store(place, content)
+        full_path = posixpath.join(self.folder, path)
+        self.run(["mkdir", "-p", posixpath.dirname(full_path)])
+        self._store(full_path, content)
 
     def packed(self) -> bytes:
         """As Sandbox.packed."""

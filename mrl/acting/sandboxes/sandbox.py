@@ -125,7 +125,7 @@ class Sandbox(ABC):
 
     def read(self, path: str) -> bytes:
         """Returns a file. Raises SandboxError for one that cannot be read, or has more than MOST_READ bytes."""
-        ran = self.run(["cat", self._place(path)], most=MOST_READ)
+        ran = self.run(["cat", self._absolute(path)], most=MOST_READ)
         if not ran.is_well or ran.left_out:
             why = ran.text[:200] if not ran.left_out else f"it has more than {MOST_READ // MIB} MiB"
             raise SandboxError(f"{path} cannot be read: {why}")
@@ -133,9 +133,9 @@ class Sandbox(ABC):
 
     def write(self, path: str, content: bytes) -> None:
         """Writes a file, with the folders above it. Raises SandboxError where that fails."""
-        place = self._place(path)
-        folder = shlex.quote(posixpath.dirname(place))
-        ran = self.shell(f"mkdir -p {folder} && cat > {shlex.quote(place)}", content)
+        full_path = self._absolute(path)
+        folder = shlex.quote(posixpath.dirname(full_path))
+        ran = self.shell(f"mkdir -p {folder} && cat > {shlex.quote(full_path)}", content)
         if not ran.is_well:
             raise SandboxError(f"{path} cannot be written: {ran.text[:200] or ran.reason}")
 
@@ -152,7 +152,7 @@ class Sandbox(ABC):
         if not ran.is_well:
             raise SandboxError(f"files cannot be put into {self.folder}: {_why(ran)}")
 
-    def _place(self, path: str) -> str:
+    def _absolute(self, path: str) -> str:
         return posixpath.join(self.folder, path)
 
     def __enter__(self) -> "Sandbox":

@@ -23,7 +23,7 @@ def start(
     image = image or spec.image
     if image is None:
         raise SandboxError(f"the row names no image, and {KEY}.image is not set")
-    folder, *places = (_checked(place) for place in (folder or spec.folder, *places))
+    folder, *places = (_checked(path) for path in (folder or spec.folder, *places))
     if spec.backend == "bubblewrap":
         from mrl.acting.sandboxes.bubblewrap import Bubblewrap
 
@@ -41,7 +41,7 @@ def start(
     return REMOTE[spec.backend](spec, image, folder, places)
 
 
-def _checked(place: str) -> str:
-    if not place.startswith("/") or posixpath.normpath(place) in ("/", "/proc", "/dev", "/tmp", "/sys"):
-        raise SandboxError(f"the folder of a sandbox is {place!r}; it has to be an absolute path of its own")
-    return posixpath.normpath(place)
+def _checked(path: str) -> str:
+    if not path.startswith("/") or posixpath.normpath(path) in ("/", "/proc", "/dev", "/tmp", "/sys"):
+        raise SandboxError(f"the folder of a sandbox is {path!r}; it has to be an absolute path of its own")
+    return posixpath.normpath(path)

@@ -98,10 +98,10 @@ class Task:
                 raise ValueError(f"extra_info.{TASK}.{name} is {str(value)[:60]!r}, expected a text")
         return cls(**values)
 
-    def begin(self, room: StartsSandboxes, endpoint: int | None = None) -> Sandbox:
+    def begin(self, starter: StartsSandboxes, endpoint: int | None = None) -> Sandbox:
         """StartsSandboxes the agent's sandbox. Raises SandboxError, for a setup that fails too."""
-        sandbox = room.start(self.image, self.folder, endpoint, (*self.places, *self.hidden))
-        return self._begun(sandbox, room.spec, self.hidden)
+        sandbox = starter.start(self.image, self.folder, endpoint, (*self.places, *self.hidden))
+        return self._begun(sandbox, starter.spec, self.hidden)
 
     def _begun(self, sandbox: Sandbox, spec: SandboxSpec, hidden: Sequence[str] = ()) -> Sandbox:
         try:
@@ -118,7 +118,7 @@ class Task:
             raise
         return sandbox
 
-    def judged(self, room: StartsSandboxes, agents: Sandbox) -> tuple[float, dict[str, float]]:
+    def judged(self, starter: StartsSandboxes, agents: Sandbox) -> tuple[float, dict[str, float]]:
         """Returns the reward of what the agent did, and parts: `passed`, a share of the tests, and `ended`, whether
         they ended within their limits.
 
@@ -128,15 +128,15 @@ class Task:
             archive = agents.packed()
         except SandboxError:  # it filled its folder beyond all bounds, or broke it
             return 0.0, {"passed": 0.0, "ended": 0.0}
-        with room.start(self.image, self.folder, None, self.places) as fresh:
-            self._begun(fresh, room.spec)
+        with starter.start(self.image, self.folder, None, self.places) as fresh:
+            self._begun(fresh, starter.spec)
             try:
                 self._carry(archive, fresh)
             except SandboxError:  # files that cannot stand there
                 return 0.0, {"passed": 0.0, "ended": 0.0}
             for path, text in self.tests.items():
                 fresh.write(path, text.encode())
-            ran = fresh.shell(self.test, seconds=room.spec.max_test_seconds, most=_MOST_OUTPUT)
+            ran = fresh.shell(self.test, seconds=starter.spec.max_test_seconds, most=_MOST_OUTPUT)
             reward = self._reward(ran, fresh)
         return reward, {"passed": self.share(ran, reward), "ended": float(not ran.reason)}
 
@@ -160,8 +160,8 @@ class Task:
 
     def is_own(self, name: str, image: set[str]) -> bool:
         """Whether a file stays as the image has it. `image`: names of its files."""
-        place = posixpath.join(self.folder or "", name)
-        if any(fnmatchcase(name, pattern) for pattern in self.own) or place.startswith(self.hidden):
+        path = posixpath.join(self.folder or "", name)
+        if any(fnmatchcase(name, pattern) for pattern in self.own) or path.startswith(self.hidden):
             return True
         top = name.split("/")[0].removesuffix(".py")
         return top in _RUNNERS and (name not in image or name.count("/") == 0)

@@ -135,13 +135,13 @@ def _rdma(host: HostFacts) -> Finding:
 
 def _disk(folder: str, free: float) -> Finding:
     name = f"disk:{folder}"
-    room = f"{free:.1f} GiB free"
+    text = f"{free:.1f} GiB free"
     cure = "make room, or give --run-dir (and TEMP of launch/start_head.sh) another file system"
     if free < DISK_LEAST:
-        return failure(name, room, cure)
+        return failure(name, text, cure)
     if free < DISK_ENOUGH:
-        return warning(name, room, cure)
-    return ok(name, room)
+        return warning(name, text, cure)
+    return ok(name, text)
 
 
 def _environment(host: HostFacts) -> Finding:

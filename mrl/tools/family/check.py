@@ -224,8 +224,8 @@ class FamilyCheck:
     def _compared(self, drawn: str, layout: dict[str, int]) -> dict[str, Any]:
         """Returns what ranks need to know that compare a drawn model with transformers' numbers."""
         folder = str(self.folder(drawn))
-        words = own_config(self.configs[drawn])["vocab_size"]
-        return {"folder": folder, "config": run_config(folder, layout), "words": words}
+        vocab_size = own_config(self.configs[drawn])["vocab_size"]
+        return {"folder": folder, "config": run_config(folder, layout), "words": vocab_size}
 
     def one_rank(self) -> Check:
         """Checks log-probs and gradients of every drawn model on one rank."""

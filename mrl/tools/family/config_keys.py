@@ -96,9 +96,9 @@ def package_folder(name: str) -> Path:
 @cache
 def transformers_folder(model_type: str) -> Path | None:
     """Returns the folder of transformers' class of a model type; None if it has none."""
-    told = f'model_type = "{model_type}"'
+    wanted = f'model_type = "{model_type}"'
     files = sorted((package_folder("transformers") / "models").glob("*/configuration_*.py"))
-    return next((file.parent for file in files if told in file.read_text(encoding="utf-8")), None)
+    return next((file.parent for file in files if wanted in file.read_text(encoding="utf-8")), None)
 
 
 @cache

@@ -18,7 +18,7 @@ APART = "heads of another size"  # than hidden_size over heads
 WHOLE = "inside a model that reads images"
 _LAYERS = 4
 _LAYERS_OF_A_SWITCH = 2  # one of each kind
-_WORDS = 127  # divides by no tensor degree
+_VOCAB_SIZE = 127  # divides by no tensor degree
 _POSITIONS = 256
 # one key/value head for three query heads, and sizes that no degree divides
 _ODD = {
@@ -49,7 +49,7 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 
 def small_config(config: HfConfig) -> dict[str, Any]:
     """Returns the small form of a model's own config.json. Raises ConfigError for a family without one."""
-    small = small_hf_config(config, _LAYERS, _WORDS, _POSITIONS)
+    small = small_hf_config(config, _LAYERS, _VOCAB_SIZE, _POSITIONS)
     if small.get("kv_lora_rank"):
         # transformers' norms of latents have it whatever the configuration says (mrl/model/deepseek_v3.py)
         small["rms_norm_eps"] = 1e-6

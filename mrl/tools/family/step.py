@@ -10,7 +10,7 @@ from mrl.model import ModelSpec
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 from mrl.tools.rehearse.small_model import write_checkpoint, write_tokenizer
 
-_WORDS = 320  # rows of the embedding: a token a byte, and those of the chat template
+_VOCAB_SIZE = 320  # rows of the embedding: a token a byte, and those of the chat template
 _RESPONSE = 8
 DIFFERENCE = 1e-4  # largest difference of a log-prob between engine and ranks
 _DIFFERENCE = "training/rollout_log_probs_abs_diff_max"
@@ -32,8 +32,8 @@ def train_step(config: dict[str, Any], whole: dict[str, Any], work: Path, deadli
     """
     folder = work / "model"
     write_tokenizer(folder)
-    last = _WORDS - 1
-    model = write_checkpoint(folder, {**config, "vocab_size": _WORDS, "eos_token_id": last}, (last,), _RESPONSE)
+    last = _VOCAB_SIZE - 1
+    model = write_checkpoint(folder, {**config, "vocab_size": _VOCAB_SIZE, "eos_token_id": last}, (last,), _RESPONSE)
     if whole:
         _surround(folder, whole)
     rows = work / "rows.jsonl"
@@ -45,8 +45,8 @@ def train_step(config: dict[str, Any], whole: dict[str, Any], work: Path, deadli
         code = run_mrl(["train", str(file), "--run-dir", str(work / "run")], log, deadline_s)
     if code != 0:
         text = log.read_text(encoding="utf-8", errors="replace").rstrip()
-        place = max(text.rfind("\nmrl train: "), 0)
-        return Step("a run of two steps", (f"mrl train ended with {code}: {text[place:][-1500:].strip()}",))
+        start = max(text.rfind("\nmrl train: "), 0)
+        return Step("a run of two steps", (f"mrl train ended with {code}: {text[start:][-1500:].strip()}",))
     lines = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [row for row in map(json.loads, lines) if row.get("training/global_step")]
     return _judged(steps)
@@ -59,7 +59,7 @@ def _surround(folder: Path, whole: dict[str, Any]) -> None:
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     inside = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     safetensors.numpy.save_file(inside, folder / "model.safetensors", {"format": "pt"})
-    inner = {**whole["text_config"], "vocab_size": _WORDS, "eos_token_id": _WORDS - 1}
+    inner = {**whole["text_config"], "vocab_size": _VOCAB_SIZE, "eos_token_id": _VOCAB_SIZE - 1}
     (folder / "config.json").write_text(json.dumps({**whole, "text_config": inner}), encoding="utf-8")
 
 

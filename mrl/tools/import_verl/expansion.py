@@ -62,7 +62,7 @@ class Value:
     text: str
     missing: frozenset[str] = frozenset()
     line: int = 0  # where the value comes from
-    place: int = 0  # where the argument stands in a command or array
+    argument_line: int = 0  # where the argument stands in a command or array
 
     @property
     def known(self) -> bool:
@@ -74,8 +74,8 @@ class Value:
             raise ConfigError(
                 f"a variable of the script grows over {MAX_TEXT} characters, which no launch script needs"
             )
-        place = self.place or other.place
-        return Value(self.text + other.text, self.missing | other.missing, self.line or other.line, place)
+        argument_line = self.argument_line or other.argument_line
+        return Value(self.text + other.text, self.missing | other.missing, self.line or other.line, argument_line)
 
     def at(self, line: int) -> "Value":
         """Returns the value as written on this line of the script."""
@@ -165,7 +165,10 @@ class Expander:
                 current = piece if current is None else current + piece
         if current is not None and (current.text or quoted):
             done.append(current)
-        return [replace(field, line=field.line or word.line, place=field.place or word.line) for field in done]
+        return [
+            replace(field, line=field.line or word.line, argument_line=field.argument_line or word.line)
+            for field in done
+        ]
 
     def pieces(self, part: WordPart, line: int) -> list[Value]:
         """Expands one part into pieces. A new argument begins between two pieces."""

@@ -1,6 +1,6 @@
 """Handlers of verl's `distillation.*`: one teacher, estimates from sampled tokens, KL over its likeliest words."""
 
-from mrl.algo.spec import FORWARD_OVER_WORDS, KL_TYPES
+from mrl.algo.spec import FORWARD_OVER_TOP_K, KL_TYPES
 from mrl.tools.import_verl.handlers_algorithm import Handler
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
@@ -31,11 +31,11 @@ def _loss_key(o: Override, out: Import, settings: VerlSettings) -> None:
     rewards = settings.given(f"{_LOSS}use_task_rewards")
     if not _is_on(settings):
         out.leave("not_applicable", o.key, o.value, _OFF, o.line)
-    elif name == "loss_mode" and o.value not in (*KL_TYPES, FORWARD_OVER_WORDS):
-        why = f"k1, k2, k3 and the like score the sampled token, {FORWARD_OVER_WORDS} the teacher's most likely tokens"
+    elif name == "loss_mode" and o.value not in (*KL_TYPES, FORWARD_OVER_TOP_K):
+        why = f"k1, k2, k3 and the like score the sampled token, {FORWARD_OVER_TOP_K} the teacher's most likely tokens"
         out.leave("unsupported", o.key, o.value, why, o.line)
-    elif name in _OF_WORDS and (o.value is None or settings.given(f"{_LOSS}loss_mode") != FORWARD_OVER_WORDS):
-        out.leave("implied", o.key, o.value, f"only {FORWARD_OVER_WORDS} reads it", o.line)
+    elif name in _OF_WORDS and (o.value is None or settings.given(f"{_LOSS}loss_mode") != FORWARD_OVER_TOP_K):
+        out.leave("implied", o.key, o.value, f"only {FORWARD_OVER_TOP_K} reads it", o.line)
     elif name == "distillation_loss_coef" and rewards is False:
         out.leave("implied", o.key, o.value, "verl reads it beside rewards alone", o.line)
     else:

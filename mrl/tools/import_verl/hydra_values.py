@@ -79,7 +79,7 @@ class _Reader:
         while self.text[self.at : self.at + 1] in (" ", "\t"):
             self.at += 1
 
-    def taken(self, sign: str) -> bool:
+    def accepts(self, sign: str) -> bool:
         """Steps over a sign and the blanks around it, where it is next."""
         self.blanks()
         if self.text[self.at : self.at + 1] != sign:
@@ -91,9 +91,9 @@ class _Reader:
     def element(self, depth: int) -> Any:
         if depth > _DEEPEST:
             raise ConfigError("nested too deeply")
-        if self.taken("["):
+        if self.accepts("["):
             return self.several("]", lambda: self.element(depth + 1))
-        if self.taken("{"):
+        if self.accepts("{"):
             return dict(self.several("}", lambda: self.pair(depth + 1)))
         if (quoted := _QUOTED.match(self.text, self.at)) is not None:
             self.at = quoted.end()
@@ -104,18 +104,18 @@ class _Reader:
 
     def several(self, end: str, one: Callable[[], Any]) -> list[Any]:
         items: list[Any] = []
-        if self.taken(end):
+        if self.accepts(end):
             return items
         while True:
             items.append(one())
-            if self.taken(end):
+            if self.accepts(end):
                 return items
-            if not self.taken(","):
+            if not self.accepts(","):
                 raise self.refusal()
 
     def pair(self, depth: int) -> tuple[Any, Any]:
         key = self.plain(_KEY_PART)
-        if not self.taken(":"):
+        if not self.accepts(":"):
             raise self.refusal()
         return key, self.element(depth)
 

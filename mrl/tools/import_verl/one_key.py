@@ -11,7 +11,7 @@ from mrl.tools.import_verl.verl_keys import is_verls
 _FIRST = "actor_rollout_ref."  # section that may be left out before a key
 
 
-def in_our_words(key: str, value: str) -> str | None:
+def as_mrl_key(key: str, value: str) -> str | None:
     """Says what `key=value` is here. `key` is verl's, or the end of one. Returns None for a key that verl does not
     have.
     """

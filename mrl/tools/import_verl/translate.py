@@ -30,8 +30,8 @@ from mrl.tools.import_verl.verl_command import (
     Override,
     VerlCommand,
     VerlSettings,
+    from_arguments,
     from_script,
-    from_words,
     says_megatron,
 )
 from mrl.tools.import_verl.verl_defaults import SAY_NOTHING, VERL_DEFAULTS
@@ -91,7 +91,7 @@ def import_script(text: str, name: str, given: Mapping[str, str], extra: Sequenc
 
 def import_overrides(words: Sequence[str], **options: Any) -> Import:
     """Imports a list of overrides (`key=value`). Raises ConfigError where there is none."""
-    command = from_words([Value(word) for word in words])
+    command = from_arguments([Value(word) for word in words])
     if not command.overrides:
         raise ConfigError(f"{' '.join(words)}: neither a script that can be read nor overrides (key=value)")
     return translate(command, "overrides", **options)

@@ -85,16 +85,16 @@ def from_script(script: Script, name: str, depth: int = 0) -> VerlCommand:
     remarks = list(script.remarks)
     if stray:
         remarks.append(
-            f"{name}:{_broken_continuation(script.lines, stray[0].place)}: the shell ends the command there, so verl "
-            f"never got what follows from line {stray[0].place} on; it is taken as it was meant"
+            f"{name}:{_broken_continuation(script.lines, stray[0].argument_line)}: the shell ends the command there, "
+            f"so verl never got what follows from line {stray[0].argument_line} on; it is taken as it was meant"
         )
-    command = from_words([*launch.words, *stray], entry, name)
+    command = from_arguments([*launch.words, *stray], entry, name)
     ascend = any(_ASCEND.match(variable) for variable in script.variables)
     faults = (*(f"mend {fault}" for fault in script.faults), *command.faults)
     return replace(command, remarks=(*remarks, *command.remarks), faults=faults, ascend=ascend)
 
 
-def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
+def from_arguments(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
     """Returns the overrides among the words of a command, behind the module `entry` where there is one.
 
     They win over those of the file that the command names.
@@ -190,7 +190,7 @@ def _refused(key: str, text: str, word: Value) -> str:
     try:
         read_value(text)
     except ConfigError as error:
-        line = word.place or word.line
+        line = word.argument_line or word.line
         return f"mend the value of {key} in line {line}: {error}; lists are [a,b] and mappings {{a:1,b:2}}"
     return ""
 
@@ -214,7 +214,7 @@ def _broken_continuation(lines: Sequence[str], behind: int) -> str:
 def _not_read(word: Value) -> str:
     """Describes a word that is neither an option nor an override, its cure first. What it may hold is lost."""
     text = word.text if len(word.text) <= _SHOWN else f"{word.text[:_SHOWN]}..."
-    line = word.place or word.line
+    line = word.argument_line or word.line
     if odd := _ODD_BLANK.search(word.text):
         return (
             f"replace the character U+{ord(odd[0]):04X} by a plain blank in line {line}: the shell takes it for a "

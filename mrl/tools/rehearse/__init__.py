@@ -6,6 +6,6 @@
        --marks--> which switch left a trace in the run directory                         marks.py, evidence.py
        --report-> exercised, not exercised, failed                                       report.py
 
-Nothing here trains. The processes run the same code as on a cluster, with the same switches. This room loads neither
+Nothing here trains. The processes run the same code as on a cluster, with the same switches. This package loads neither
 torch, Ray, Megatron nor vLLM; the processes that it starts do.
 """

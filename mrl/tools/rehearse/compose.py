@@ -19,7 +19,7 @@ from mrl.tools.rehearse.small_batch import PROMPT, SmallBatch, small_batch, upda
 from mrl.tools.rehearse.small_layout import SmallLayout, small_layout
 
 FP8_BLOCK = 32  # rows and columns with one scale: a head of the small model, and a share of its experts
-TEACHER_WORDS = 64  # most words
+TEACHER_TOP_K = 64  # most words
 LORA_RANK = 16  # largest rank: no weight of the small model has a shorter side
 EPOCHS = 2  # at most
 STEPS = 2  # one step, a save, a resume, one step
@@ -300,8 +300,8 @@ def _teacher(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
     yield Change(f"{key}.layout", layout, None, "a model of the actor's shape lies as the actor does")
     given = teacher.override_transformer_config
     yield Change(f"{key}.override_transformer_config", given, {}, "fields of the large teacher")
-    words = distillation.distillation_loss.topk
-    yield Change("distillation.distillation_loss.topk", words, min(words, TEACHER_WORDS), "in small")
+    top_k = distillation.distillation_loss.topk
+    yield Change("distillation.distillation_loss.topk", top_k, min(top_k, TEACHER_TOP_K), "in small")
 
 
 def _teacher_lost(original: RunConfig) -> Iterator[OutOfReach]:

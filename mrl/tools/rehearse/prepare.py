@@ -11,7 +11,7 @@ from mrl.acting.offer import ENVIRONMENT, Offer
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
-from mrl.config.speculation_rules import room
+from mrl.config.speculation_rules import draft_positions
 from mrl.data.dataset import ChatTokenizer, PromptParameters, load_chat_tokenizer
 from mrl.data.row_files import BadRow
 from mrl.driver.assemble_data import offer_of, rule_in
@@ -49,7 +49,7 @@ class Prepared:
 
     rehearsal: Rehearsal
     model: str  # in words
-    stand_ins: tuple[str, ...]
+    substitutes: tuple[str, ...]
 
 
 def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
@@ -63,7 +63,7 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     )
     hf_config = original_hf_config(original.model.path)
     small_hf_config(hf_config, 2, 64, 64)  # raises before anything is written
-    stand_ins = [_tokenizer(original, work)]
+    substitutes = [_tokenizer(original, work)]
     tokenizer = load_chat_tokenizer(str(work.model), original.data.apply_chat_template_kwargs)
     turns = turns_spec(original.rollout.turns, original.data)
     has_tools = turns is None or (turns.tools.is_here and not original.rollout.endpoint)
@@ -74,10 +74,10 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     rehearsal = compose(original, work, cpus, least_prompt(tokenizer, parameters, offer), has_tools)
     model = _checkpoint(original, hf_config, tokenizer, rehearsal, work)
     limited = replace(parameters, max_prompt_length=rehearsal.config.data.max_prompt_length)
-    stand_ins += _rows(original, work, tokenizer, limited)
+    substitutes += _rows(original, work, tokenizer, limited)
     rehearsal, said = _reward(rehearsal, work)
     _write(rehearsal, work)
-    return Prepared(rehearsal, model, (*filter(None, stand_ins), *said))
+    return Prepared(rehearsal, model, (*filter(None, substitutes), *said))
 
 
 def original_hf_config(path: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _checkpoint(
     if has_tokenizer(source):
         ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer))
     ends = ends or (tokenizer.eos_token_id,)
-    positions = -(-(data.max_sample_length + room(rehearsal.config.rollout)) // 64) * 64
+    positions = -(-(data.max_sample_length + draft_positions(rehearsal.config.rollout)) // 64) * 64
     small = small_hf_config(hf_config, rehearsal.layout.layers, vocabulary_size(tokenizer), positions)
     small |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
     turns = rehearsal.config.rollout.turns

@@ -61,7 +61,7 @@ class Answer:
             "engine_workers": rehearsal.layout.engines.world_size,
             "factor": rehearsal.batch.factor,
             "phases": {phase: round(seconds, 1) for phase, seconds in self.phases.items()},
-            "stand_ins": [*self.prepared.stand_ins, *filter(None, [self.seeded])],
+            "stand_ins": [*self.prepared.substitutes, *filter(None, [self.seeded])],
             "exercised": [vars(entry) for entry in self.exercised],
             "not_exercised": [vars(entry) for entry in self.not_exercised],
             "failed": [{name: value for name, value in vars(entry).items() if name != "code"} for entry in self.failed],
@@ -104,7 +104,7 @@ def first_lines(prepared: Prepared) -> Iterator[str]:
     lengths = f"prompts of {data.max_prompt_length} and responses of {data.max_response_length} tokens"
     batch = f"{data.train_batch_size} prompts a step in mini-batches of {rehearsal.config.actor.ppo_mini_batch_size}"
     yield f"factor     {rehearsal.batch.factor}: {lengths}, {batch}, {rehearsal.config.rollout.n} responses each"
-    for text in prepared.stand_ins:
+    for text in prepared.substitutes:
         yield f"replaced   {text}"
 
 

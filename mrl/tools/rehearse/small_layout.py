@@ -174,16 +174,16 @@ def _candidates(original: Ranks) -> Iterator[Ranks]:
 def _small_engines(config: RunConfig, world: int) -> RolloutLayout:
     rollout = config.rollout
     colocated = config.cluster.placement == "colocated"
-    room = WORKERS[config.cluster.placement]
+    workers = WORKERS[config.cluster.placement]
     original = RolloutLayout(rollout.num_engines, rollout.tensor_model_parallel_size, rollout.data_parallel_size)
     if colocated and original.world_size <= config.actor.layout.world_size:
-        room = min(room, world)  # as in the original, every engine shares devices with ranks
+        workers = min(workers, world)  # as in the original, every engine shares devices with ranks
 
     def merit(small: RolloutLayout) -> tuple[int, int]:
         kept = sum(worth for name, worth in _ENGINE_WORTH.items() if getattr(small, name) > 1)
         return kept, small.world_size if colocated else -small.world_size
 
-    best = max((e for e in _engine_candidates(original) if e.world_size <= room), key=merit)
+    best = max((e for e in _engine_candidates(original) if e.world_size <= workers), key=merit)
     spread = rollout.expert_parallel_size > 1
     return replace(best, expert=best.workers_per_engine if spread else 1)
 
@@ -261,22 +261,22 @@ def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int
 
 def _lost_degrees(d: LayoutDegrees, small: Ranks, section: str) -> Iterator[OutOfReach]:
     original = _ranks_of(d)
-    taken = _in_words(small)
+    text = _in_words(small)
     for name, key in _KEYS.items():
         if getattr(original, name) > 1 and getattr(small, name) == 1:
             where = f"{section}.{key}"
             if " " in key:
                 where = key if section == _ACTOR else f"{key}, {section}"
-            yield OutOfReach(where, f"{getattr(original, name)} there, 1 here: {taken} take all of {RANKS} ranks")
+            yield OutOfReach(where, f"{getattr(original, name)} there, 1 here: {text} take all of {RANKS} ranks")
 
 
 def _lost_engines(config: RunConfig, small: RolloutLayout) -> Iterator[OutOfReach]:
     rollout = config.rollout
-    taken = f"engines of TP{small.tensor}" + f" x DP{small.data}" * (small.data > 1)
+    text = f"engines of TP{small.tensor}" + f" x DP{small.data}" * (small.data > 1)
     for name, key in _ENGINE_KEYS.items():
         was = getattr(rollout, key)
         if was > 1 and getattr(small, name) == 1:
-            why = f"{was} there, 1 here: {taken} take all of {small.world_size} engine workers"
+            why = f"{was} there, 1 here: {text} take all of {small.world_size} engine workers"
             yield OutOfReach(f"{_ROLLOUT}.{key}", why)
     if rollout.expert_parallel_size > 1 and small.expert == 1:
         yield OutOfReach(f"{_ROLLOUT}.expert_parallel_size", "an engine has one worker here")

@@ -34,9 +34,9 @@ class Ended:
         text = self.log.read_text(encoding="utf-8", errors="replace").rstrip()
         if self.code is None:
             return f"no end after {DEADLINE_S:g} s; {_end_of(text)}"
-        place = text.rfind("\nmrl train: ")
-        if place >= 0 and "Traceback" not in text[place:]:
-            return text[place + 1 :].removeprefix("mrl train: ")
+        start = text.rfind("\nmrl train: ")
+        if start >= 0 and "Traceback" not in text[start:]:
+            return text[start + 1 :].removeprefix("mrl train: ")
         return _end_of(text)
 
     @property
@@ -56,12 +56,12 @@ def run_stages(work: WorkFolder, tell: Callable[[str], None]) -> list[Ended]:
         TRAIN: ["train", str(work.config), "--set", "trainer.total_training_steps=1"],
         RESUME: ["train", str(work.config), "--resume"],
     }
-    told = {TRAIN: "train: one step and its save", RESUME: f"resume: step {STEPS} from the save"}
+    labels = {TRAIN: "train: one step and its save", RESUME: f"resume: step {STEPS} from the save"}
     ended: list[Ended] = []
     write_hook(work.hook, work.exercised)
     with stopped_by_sigterm():
         for phase, arguments in commands.items():
-            tell(told[phase])
+            tell(labels[phase])
             ended.append(_run(phase, arguments, work))
             if ended[-1].code != 0:
                 break

@@ -3,6 +3,7 @@
     run directory --> run_record.py: RunRecord, typed --> sections_*.py: Page, of blocks --> html.py: one file, no
     network
 
-`verdict.py` and `heldout.py` judge numbers, independent of pages. `columns.py` thins curves. `assets/` has the plotting
-library uPlot (MIT, see uPlot-LICENSE.txt), and the script and style of the page. May import every room except `cli`.
+`verdict.py` and `paired_tests.py` judge numbers, independent of pages. `columns.py` thins curves. `assets/` has the
+plotting library uPlot (MIT, see uPlot-LICENSE.txt), and the script and style of the page. May import every package
+except `cli`.
 """

@@ -1,6 +1,6 @@
-"""Compares several runs: their settings, and whether their held-out scores differ by more than chance.
+"""Compares several runs: their settings, and whether their validation scores differ by more than chance.
 
-The first run is the reference. A test of held-out responses distinguishes two sets of weights. It does not tell how
+The first run is the reference. A test of validation responses distinguishes two sets of weights. It does not tell how
 much another seed of training would change them. If there are several tests, each must pass at its share of the 5 %. So
 all together are wrong no more often than one.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.tools.report.heldout import LEVEL, Difference, differences
+from mrl.tools.report.paired_tests import LEVEL, Difference, differences
 from mrl.tools.report.run_record import RunRecord, read_run
 
 # settings on which a response's score depends
@@ -22,7 +22,7 @@ _SHOWN = ("quantity", "prompts", "first", "second", "mean", "half_width", "p")
 
 
 @dataclass(frozen=True)
-class HeldOutTest:
+class ValidationTest:
     """A test of `other` against the first run, on one data source after the same number of steps."""
 
     other: str
@@ -44,7 +44,7 @@ class Comparison:
 
     runs: dict[str, RunRecord]
     settings: dict[str, tuple[str, ...]]
-    tests: tuple[HeldOutTest, ...]
+    tests: tuple[ValidationTest, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Comparison:
         return {"runs": runs, "settings": self.settings, "held_out": tests, "notes": list(self.notes)}
 
 
-def _test_json(test: HeldOutTest) -> dict[str, Any]:
+def _test_json(test: ValidationTest) -> dict[str, Any]:
     return {
         "run": test.other,
         "source": test.source,
@@ -93,7 +93,7 @@ def _settings(runs: Sequence[RunRecord]) -> dict[str, tuple[str, ...]]:
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def _tests(runs: dict[str, RunRecord]) -> tuple[HeldOutTest, ...]:
+def _tests(runs: dict[str, RunRecord]) -> tuple[ValidationTest, ...]:
     names = list(runs)
     first = runs[names[0]]
     found = []
@@ -101,7 +101,7 @@ def _tests(runs: dict[str, RunRecord]) -> tuple[HeldOutTest, ...]:
         if step := _shared_step(first, runs[name]):
             changes = differences(first.responses(step), runs[name].responses(step))
             found += [(name, source, step, difference) for source, difference in changes.items()]
-    return tuple(HeldOutTest(*each, LEVEL / len(found)) for each in found)
+    return tuple(ValidationTest(*each, LEVEL / len(found)) for each in found)
 
 
 def _shared_step(first: RunRecord, second: RunRecord) -> int | None:
@@ -136,7 +136,7 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
 
 
 def _same_start(first: RunRecord, second: RunRecord) -> bool:
-    """Tells whether both answered the held-out prompts equally before training; true if one has no such answers."""
+    """Tells whether both answered the validation prompts equally before training; true if one has no such answers."""
     if 0 not in first.validation_steps or 0 not in second.validation_steps:
         return True
     first_answers = [one.output for one in first.responses(0)]

@@ -23,7 +23,7 @@ from mrl.record.goodput import Goodput, goodput_of
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.run_lock import in_use
 from mrl.tools.report.columns import STEP, Curve, curves_of
-from mrl.tools.report.heldout import Response, invalid_lines, read_responses
+from mrl.tools.report.paired_tests import Response, invalid_lines, read_responses
 
 _DEFAULT = "default"
 _RECIPE = "recipe "
@@ -245,11 +245,11 @@ class RunRecord:
 
     @cached_property
     def validation_steps(self) -> tuple[int, ...]:
-        """Steps with held-out responses."""
+        """Steps with validation responses."""
         return _numbered(RunDir(self.path).validation)
 
     def responses(self, step: int) -> list[Response]:
-        """Returns the held-out responses after `step`, whose file is read once; nothing without file."""
+        """Returns the validation responses after `step`, whose file is read once; nothing without file."""
         if step not in self._responses:
             self._responses[step] = read_responses(RunDir(self.path).validation, step)
         return self._responses[step]
@@ -263,7 +263,7 @@ class RunRecord:
 
     @cached_property
     def _responses(self) -> dict[int, list[Response]]:
-        """Held-out responses that were requested so far, by step."""
+        """Validation responses that were requested so far, by step."""
         return {}
 
     def matching(self, pattern: str) -> list[str]:

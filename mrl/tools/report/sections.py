@@ -17,7 +17,6 @@ from mrl.record.shown_rows import LONGEST, read_shown_rows
 from mrl.record.spec import metric_spec
 from mrl.reward.items import UNJUDGED
 from mrl.tools.explain.band import usual
-from mrl.tools.report.heldout import Response
 from mrl.tools.report.metric_words import in_words
 from mrl.tools.report.page import (
     Block,
@@ -33,6 +32,7 @@ from mrl.tools.report.page import (
     Series,
     Table,
 )
+from mrl.tools.report.paired_tests import Response
 from mrl.tools.report.pictures import picture
 from mrl.tools.report.run_record import RunRecord
 from mrl.tools.report.samples import Decode, TrainingSample, decoder, looked_at, parts_of, text_with_images

@@ -38,7 +38,7 @@ def compare_page(comparison: Comparison) -> Page:
 
 
 def headline(comparison: Comparison) -> tuple[Tone, str]:
-    """Summarises the tests of held-out scores."""
+    """Summarises the tests of validation scores."""
     first = next(iter(comparison.runs))
     if not comparison.tests:
         return "plain", "There are no validation scores of the same step to compare."

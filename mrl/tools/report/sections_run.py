@@ -13,7 +13,7 @@ import numpy as np
 from mrl.generate.lost_engines import whole_losses
 from mrl.plain_files import LINES_BYTES, parse_json, read_json, read_text
 from mrl.plan.compared import PlanRow
-from mrl.plan.compared import in_words as in_units
+from mrl.plan.compared import with_unit as in_units
 from mrl.plan.memory_phases import ACTOR, phase_bytes
 from mrl.record.run_dir import RunDir
 from mrl.tools.report.columns import Curve
@@ -152,16 +152,16 @@ def _lane_rows(run: RunRecord, spans: list[tuple[str, float, float]]) -> Iterato
     groups = [(ranks, {"ranks", "both", *(("engines",) if colocated else ())})]
     if not colocated:
         groups.append((workers, {"engines", "both"}))
-    for places, who in groups:
+    for devices, who in groups:
         bars = tuple(Bar(PHASES[name].words, a, b, name) for name, a, b in spans if PHASES[name].works in who)
-        for (node, device), name in list(places.items())[:LANES_OF_A_KIND]:
+        for (node, device), name in list(devices.items())[:LANES_OF_A_KIND]:
             label = f"{name} + {workers.get((node, device), 'engine')}" if colocated else name
-            yield f"{_place(node, device)}: {label}"[:40], bars
-        if len(places) > LANES_OF_A_KIND:
-            yield f"... and {len(places) - LANES_OF_A_KIND} devices alike", bars
+            yield f"{_device_label(node, device)}: {label}"[:40], bars
+        if len(devices) > LANES_OF_A_KIND:
+            yield f"... and {len(devices) - LANES_OF_A_KIND} devices alike", bars
 
 
-def _place(node: int, device: int) -> str:
+def _device_label(node: int, device: int) -> str:
     return f"node {node}, device {device}"
 
 
@@ -592,7 +592,7 @@ def card(run: RunRecord) -> Iterator[tuple[str, str]]:
     yield "data", settings.text("data.train_files")
     if run.plan:
         layout = run.plan["layout"]
-        devices = len({(place["node"], place["device"]) for part in ("ranks", "workers") for place in layout[part]})
+        devices = len({(device["node"], device["device"]) for part in ("ranks", "workers") for device in layout[part]})
         yield "devices", f"{devices} x {run.plan['device']['name']}, {layout['placement']}"
     else:
         yield "devices", settings.text("cluster.device")

@@ -9,7 +9,7 @@ import numpy as np
 from mrl.errors import EnvironmentFault, Interrupted, NumericAbort
 from mrl.tools.explain.band import breaks
 from mrl.tools.explain.signs import signs
-from mrl.tools.report.heldout import Difference, differences
+from mrl.tools.report.paired_tests import Difference, differences
 from mrl.tools.report.run_record import RunRecord
 
 Tone = Literal["good", "plain", "warn", "bad"]
@@ -44,7 +44,7 @@ class _State:
 def verdict(run: RunRecord) -> Verdict:
     """Judges a run from its whole directory."""
     state = _state(run)
-    learnt = held_out_changes(run)
+    learnt = validation_changes(run)
     next_steps = [step for step in (state.next_step, *_cures(run)) if step]
     if not next_steps:
         next_steps = [_when_all_is_well(run, bool(learnt), any(map(_rose, learnt.values())))]
@@ -71,7 +71,7 @@ def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> To
     return "plain"
 
 
-def held_out_changes(run: RunRecord) -> dict[str, Difference]:
+def validation_changes(run: RunRecord) -> dict[str, Difference]:
     """Returns changes from the first to the last validation by data source; nothing if there are not two."""
     steps = run.validation_steps
     if len(steps) > 1:

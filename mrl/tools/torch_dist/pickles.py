@@ -44,7 +44,7 @@ class Recorded:
 
 
 @cache
-def _stand_in(module: str, name: str) -> type[Recorded]:
+def _recorder(module: str, name: str) -> type[Recorded]:
     return type("Recorded", (Recorded,), {"pickled_name": f"{module}.{name}"})
 
 
@@ -54,7 +54,7 @@ class _Unpickler(pickle.Unpickler):
             return _HARMLESS[module, name]
         if module.split(".")[0] not in _PACKAGES:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint's description needs")
-        return _stand_in(module, name)
+        return _recorder(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
         return pid

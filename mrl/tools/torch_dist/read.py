@@ -95,7 +95,7 @@ def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
 
 
 def _hf_files(folder: Path, given: Path | None) -> Path:
-    beside = [place / name for place in (folder, folder.parent) for name in _HF_FOLDERS]
+    beside = [parent / name for parent in (folder, folder.parent) for name in _HF_FOLDERS]
     folders = [given] if given else [*beside, folder, folder.parent]
     for candidate in folders:
         if (candidate / "config.json").is_file():

@@ -20,8 +20,8 @@ def _case(draw: np.random.Generator) -> dict:
     topk = int(draw.integers(1, WORDS + 1))
     least = [None, -2.0, -10.0][int(draw.integers(3))]
     logits = torch.tensor(student, dtype=torch.float32, requires_grad=True)
-    of_words, words = torch.tensor(teacher, dtype=torch.float32).log_softmax(-1).topk(topk)
-    nested = [torch.nested.as_nested_tensor([each], layout=torch.jagged) for each in (of_words, words)]
+    top_log_probs, words = torch.tensor(teacher, dtype=torch.float32).log_softmax(-1).topk(topk)
+    nested = [torch.nested.as_nested_tensor([each], layout=torch.jagged) for each in (top_log_probs, words)]
     config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=least, use_chunked_topk=False))
     found = compute_forward_kl_topk(logits[None], *nested, config, "thd")
     # its caller bounds the losses below

@@ -1,4 +1,4 @@
-"""Held-out scores, and whether two of them differ by more than chance.
+"""Validation scores, and whether two of them differ by more than chance.
 
 Two validations of the same prompts are compared by prompt: the mean difference over its standard error, normally
 distributed for many prompts, is rarely large by chance. Prompts are the units, because responses to a prompt are not
@@ -25,7 +25,7 @@ FEW_PROMPTS = 12  # with fewer, the normal distribution is too optimistic
 
 @dataclass(frozen=True)
 class Response:
-    """One held-out response, as in validation/step-N.jsonl."""
+    """One validation response, as in validation/step-N.jsonl."""
 
     data_source: str
     prompt_id: int

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from mrl.cluster.prerequisites import device_bundles, engine_bundles, needed_resources, shared_devices
+from mrl.config.deployment import Deployment, rank_devices, rollout_layout
 from mrl.config.load import load_config
 from mrl.config.override_rules import upstream_class
-from mrl.config.places import Deployment, rank_places, rollout_layout
 from mrl.engine import requests
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec
-from mrl.model.device_grid import ClusterShape, Place, actor_places, bundles_of_places, engine_places, rank_order
+from mrl.model.device_grid import ClusterShape, DeviceId, actor_devices, bundles_of_devices, engine_devices, rank_order
 from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import cpu_binding, get_hosting
 
@@ -31,18 +31,24 @@ def configured(**values):
 
 
 def test_ranks_fill_nodes_in_order():
-    assert actor_places(5, ClusterShape(2, 4)) == (Place(0, 0), Place(0, 1), Place(0, 2), Place(0, 3), Place(1, 0))
+    assert actor_devices(5, ClusterShape(2, 4)) == (
+        DeviceId(0, 0),
+        DeviceId(0, 1),
+        DeviceId(0, 2),
+        DeviceId(0, 3),
+        DeviceId(1, 0),
+    )
 
 
 def test_an_engine_that_fits_a_node_never_straddles_two():
     # 3 actor devices leave one on node 0; an engine of 2 starts on node 1 and device 3 of node 0 stays idle
-    places = engine_places(RolloutLayout(2, tensor=2), ClusterShape(2, 4), first=3)
-    assert places == (Place(1, 0), Place(1, 1), Place(1, 2), Place(1, 3))
+    places = engine_devices(RolloutLayout(2, tensor=2), ClusterShape(2, 4), first=3)
+    assert places == (DeviceId(1, 0), DeviceId(1, 1), DeviceId(1, 2), DeviceId(1, 3))
 
 
 def test_a_data_parallel_rank_of_a_wide_engine_stays_on_its_node():
     # TP4 x DP4 = 16 workers on nodes of 8: two data-parallel ranks a node
-    places = engine_places(RolloutLayout(1, tensor=4, data=4, expert=16), ClusterShape(2, 8))
+    places = engine_devices(RolloutLayout(1, tensor=4, data=4, expert=16), ClusterShape(2, 8))
     assert [p.node for p in places] == [0] * 8 + [1] * 8
     assert [p.device for p in places] == [*range(8), *range(8)]
 
@@ -64,12 +70,12 @@ def test_a_data_parallel_rank_of_a_wide_engine_stays_on_its_node():
 )
 def test_engines_that_fit_nowhere_are_refused(layout, cluster, first, said):
     with pytest.raises(ConfigError, match=said):
-        engine_places(layout, cluster, first)
+        engine_devices(layout, cluster, first)
 
 
 def test_an_actor_larger_than_the_cluster_is_refused():
     with pytest.raises(ConfigError, match="world_size = 9"):
-        actor_places(9, ClusterShape(1, 8))
+        actor_devices(9, ClusterShape(1, 8))
 
 
 def test_ranks_of_a_tensor_group_share_a_node_wherever_bundles_fell():
@@ -84,7 +90,7 @@ def test_ranks_of_a_tensor_group_share_a_node_wherever_bundles_fell():
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_preset_has_a_place_for_each_rank_and_worker(path):
     config = load_config(path).config
-    layout, (ranks, workers) = rollout_layout(config.rollout), rank_places(Deployment.of(config))
+    layout, (ranks, workers) = rollout_layout(config.rollout), rank_devices(Deployment.of(config))
     per_node, nodes = config.cluster.n_gpus_per_node, config.cluster.nnodes
     assert (
         len(ranks) == config.actor.layout.world_size
@@ -126,7 +132,7 @@ def test_an_engine_on_one_node_is_one_actor_with_all_its_devices():
     )
     settings = requests.engine_settings(config, known_spec("Qwen3-30B-A3B"), 1, Path("logs"))
     assert settings.arguments["distributed_executor_backend"] == "mp" and settings.workers == 4
-    assert [place.device for place in rank_places(Deployment.of(config))[1]] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert [place.device for place in rank_devices(Deployment.of(config))[1]] == [2, 3, 4, 5, 6, 7, 8, 9]
     assert [bundle["GPU"] for bundle in engine_bundles(Deployment.of(config))] == [4.0, 4.0]
 
 
@@ -186,20 +192,20 @@ def test_an_actor_asks_ray_for_the_devices_of_its_bundle():
 
 
 def test_devices_of_a_planned_node_lie_on_one_real_node_wherever_bundles_fell():
-    places = [Place(node, device) for node in range(2) for device in range(2)]
-    bundles = bundles_of_places(places, ["b", "a", "b", "a"])
+    places = [DeviceId(node, device) for node in range(2) for device in range(2)]
+    bundles = bundles_of_devices(places, ["b", "a", "b", "a"])
     assert bundles == (1, 3, 0, 2)  # node 0 of the plan is real node a
     # a node of four devices holds two planned nodes of two
-    assert sorted(bundles_of_places(places, ["a"] * 4)) == [0, 1, 2, 3]
+    assert sorted(bundles_of_devices(places, ["a"] * 4)) == [0, 1, 2, 3]
     # a planned node of two and one of three: the smaller real node is left for the smaller planned one
-    uneven = [Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 1), Place(1, 2)]
-    assert bundles_of_places(uneven, ["a", "a", "a", "b", "b"]) == (3, 4, 0, 1, 2)
+    uneven = [DeviceId(0, 0), DeviceId(0, 1), DeviceId(1, 0), DeviceId(1, 1), DeviceId(1, 2)]
+    assert bundles_of_devices(uneven, ["a", "a", "a", "b", "b"]) == (3, 4, 0, 1, 2)
 
 
 def test_nodes_of_different_sizes_are_refused_with_both_portions():
-    places = [Place(node, device) for node in range(2) for device in range(4)]
+    places = [DeviceId(node, device) for node in range(2) for device in range(4)]
     with pytest.raises(EnvironmentFault, match=r"portions of 4 \+ 4, a node each, and Ray has them as 5 \+ 3"):
-        bundles_of_places(places, ["a"] * 5 + ["b"] * 3)
+        bundles_of_devices(places, ["a"] * 5 + ["b"] * 3)
 
 
 COLOCATED = dict(
@@ -232,5 +238,5 @@ def test_a_process_is_shown_its_devices_in_order_and_ray_leaves_them_alone():
 def test_in_every_colocated_preset_each_device_has_a_rank_and_a_worker(path):
     config = load_config(path).config
     if config.cluster.placement == "colocated":
-        ranks, workers = rank_places(Deployment.of(config))
+        ranks, workers = rank_devices(Deployment.of(config))
         assert sorted(ranks) == sorted(workers) == list(shared_devices(Deployment.of(config)))

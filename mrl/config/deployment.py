@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mrl.config.schema import ClusterConfig, LayoutConfig, RolloutConfig, RunConfig
 from mrl.data.samples import ImageStore
-from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places, near_places
+from mrl.model.device_grid import ClusterShape, DeviceId, actor_devices, engine_devices, near_devices
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.platforms.hosting import get_hosting
 from mrl.record.run_dir import RunDir
@@ -62,11 +62,11 @@ def cluster_shape(cluster: ClusterConfig) -> ClusterShape:
     return ClusterShape(cluster.nnodes, cluster.n_gpus_per_node)
 
 
-_near_places = lru_cache(maxsize=4)(near_places)  # a plan calls it several times
+_near_devices = lru_cache(maxsize=4)(near_devices)  # a plan calls it several times
 
 
-def rank_places(deployment: Deployment) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Returns the places of the actor's ranks and of the engines' workers, each in the order of their numbers.
+def rank_devices(deployment: Deployment) -> tuple[tuple[DeviceId, ...], tuple[DeviceId, ...]]:
+    """Returns the devices of the actor's ranks and of the engines' workers, each in the order of their numbers.
 
     Colocated workers of an engine use the devices of its node. They are ordered so that most of the weights that they
     need are there already (mrl/model/device_grid.py). The n-th device that an engine's process sees belongs to its n-th
@@ -75,9 +75,9 @@ def rank_places(deployment: Deployment) -> tuple[tuple[Place, ...], tuple[Place,
     cluster = cluster_shape(deployment.cluster)
     layout = deployment.layout
     rollout = rollout_layout(deployment.rollout)
-    ranks = actor_places(layout.world_size, cluster)
+    ranks = actor_devices(layout.world_size, cluster)
     if not deployment.is_colocated:
-        return ranks, engine_places(rollout, cluster, layout.world_size)
-    workers = engine_places(rollout, cluster)
+        return ranks, engine_devices(rollout, cluster, layout.world_size)
+    workers = engine_devices(rollout, cluster)
     ascending = not get_hosting(deployment.cluster.device).orders_devices
-    return ranks, _near_places(TrainLayout.grids(layout), rollout, ranks, workers, ascending)
+    return ranks, _near_devices(TrainLayout.grids(layout), rollout, ranks, workers, ascending)

@@ -1,4 +1,4 @@
-"""Where Ray placed this process, and where it shall place those that help engines and ranks."""
+"""The node and devices that Ray gave to this process, and options that bind helpers to a node."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def on_node(node: str | None = None) -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(there, soft=False)}
 
 
-def own_places() -> list[tuple[str, int]]:
+def own_devices() -> list[tuple[str, int]]:
     """Returns (node, device) of every accelerator that Ray gave this process."""
     context = ray.get_runtime_context()
     devices = next((ids for ids in context.get_accelerator_ids().values() if ids), [])
