@@ -5,6 +5,7 @@ schema_distillation.py, schema_rollout.py, schema_data.py and schema_run.py. Oth
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, model_validator
@@ -189,8 +190,9 @@ def schema_paths(root: type[Section] = RunConfig, prefix: str = "") -> Iterator[
             yield from schema_paths(section, f"{prefix}{name}.")
 
 
+@cache
 def schema_keys() -> dict[str, FieldInfo]:
-    """Returns every dotted key that holds a value, with its field."""
+    """Returns every dotted key that holds a value, with its field. Calls share one table, so nobody may change it."""
     return {path: field for path, field in schema_paths() if section_of(field.annotation) is None}
 
 
