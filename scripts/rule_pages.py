@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from mrl.algo.spec import OVER_WORDS
+from mrl.algo.spec import OVER_TOP_K
 from mrl.config.family_rules import cuts_context
 from mrl.config.rule_row import RuleRow
 from mrl.config.rules import PATH_RULES, RULES
@@ -17,7 +17,7 @@ _IN_GENERAL = {  # what a message fills in for one configuration -> what it is o
     "{m.longest_sample}": "the model's longest sample",
     "with rope_type {m.rotation.kind}": "with a rope_type whose magnitude is not 1",
     "for rope_type {m.rotation.kind}": "for a rope_type other than default",
-    "{c.distillation.distillation_loss.loss_mode}": " or ".join(OVER_WORDS),
+    "{c.distillation.distillation_loss.loss_mode}": " or ".join(OVER_TOP_K),
     "a model of the {m.family} family": "families that name or join projections otherwise",
     ", {m.rotation.magnitude:.4f}": "",
     "{m.vocab_size}, ": "",
