@@ -695,11 +695,11 @@ def test_a_search_sorts_actors_by_all_that_a_step_does_beside_generation():
     model = planning_model_spec(config.model.path)[0]
     problem = search_problem(config, model, device_for(config), 8, 8, MEGATRON)
     result = search(problem)
-    found = list(run_search._actors(config, problem, replace(result, fitting=result.fitting[:3])))
-    for seconds, settings, _ in found:
+    found = list(run_search._actors(config, problem, replace(result, fitting=result.fitting[:3]), ()))
+    for (seconds,), settings, _ in found:
         phases = run_search.step_of(with_values(config, settings), model, device_for(config))
         assert phases["teacher"] > 0 and seconds == pytest.approx(sum(phases.values()) - phases["generation"])
-    assert len({seconds for seconds, *_ in found}) > 1
+    assert len({actor.expected for actor in found}) > 1
 
 
 def test_a_rehearsal_has_a_small_teacher_and_says_that_it_lies_as_the_actor(folders):

@@ -248,7 +248,7 @@ def prepared(tmp_path: Path, *overrides: str, preset: str | Path = PRESET):
 
 def test_a_preset_without_files_gets_ours_and_says_so(tmp_path):
     work, made = prepared(tmp_path)
-    assert [text.split(":")[0] for text in made.stand_ins] == ["tokenizer", "data.train_files"]
+    assert [text.split(":")[0] for text in made.substitutes] == ["tokenizer", "data.train_files"]
     assert made.model == "qwen3: 36 layers of 4096 to 2 of 128"
     assert (
         json.loads((work.model / "config.json").read_text())["eos_token_id"]
@@ -280,7 +280,7 @@ def test_the_users_tokenizer_rows_and_reward_are_used(tmp_path):
         "data.max_response_length=64",
         f"reward.custom_reward_function.path={tmp_path / 'mine.py'}",
     )  # fmt: skip
-    assert made.stand_ins == () and len(work.rows("train", 0).read_text().splitlines()) == TRAIN_ROWS
+    assert made.substitutes == () and len(work.rows("train", 0).read_text().splitlines()) == TRAIN_ROWS
     assert json.loads((work.path / "scoring.json").read_text())["reward"]["path"] == str(tmp_path / "mine.py")
 
 
@@ -309,4 +309,4 @@ def test_a_reward_that_is_not_here_is_named(tmp_path):
     assert ("reward.custom_reward_function", "/nowhere/reward.py is not here") in [
         (e.switch, e.why) for e in made.rehearsal.out_of_reach
     ]
-    assert "seeded scores" in made.stand_ins[-1]
+    assert "seeded scores" in made.substitutes[-1]

@@ -45,7 +45,7 @@ _PARTS = ("score", "reward")  # values by which groups may be compared that are 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rehearsal that can be run, and its stand-ins for missing inputs."""
+    """A rehearsal that can be run, and its substitutes for missing inputs."""
 
     rehearsal: Rehearsal
     model: str  # in words
