@@ -12,7 +12,7 @@ from pathlib import Path
 from mrl.algo.own_functions import registered_names
 from mrl.config.distillation_rules import DISTILLATION_PATH_RULES
 from mrl.config.lora_rules import LORA_PATH_RULES
-from mrl.config.rule_row import Rule, RuleRow
+from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import RunConfig, TrainerConfig
 from mrl.config.speculation_rules import SPECULATION_PATH_RULES
 from mrl.config.vision_rules import VISION_PATH_RULES
@@ -147,6 +147,12 @@ def _profiler(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 RUN_RULES = (
     *OPTIM_RULES,
+    on_only_where(
+        "trainer.val_only",
+        lambda c, m: c.trainer.val_before_train and bool(c.data.val_files),
+        "needs trainer.val_before_train: true and data.val_files",
+        "the run would end without having done anything",
+    ),
     _profiler,
     RuleRow(
         f"{_PROFILE}.ranks",

@@ -125,6 +125,12 @@ class TrainerConfig(Section):
         advice="true: it is the baseline for all later scores.",
         verl="trainer.val_before_train",
     )
+    val_only: bool = key(
+        False,
+        "Ends the run after the validation before training: of the model, or of the checkpoint of resume_mode: "
+        "resume_path. Nothing is trained or saved.",
+        advice="false. `mrl eval` validates without ranks.",
+    )
     log_val_generations: int = key(
         0,
         "Validation responses that loggers with text show. All of them are saved in any case.",

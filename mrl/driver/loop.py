@@ -78,12 +78,19 @@ def train_on(run: Run) -> Run:
 
 
 def train(run: Run) -> None:
-    """Trains until the last step. If the run ends early without damage, it saves what is complete on the ranks."""
+    """Trains until the last step, or only validates the weights of the start (trainer.val_only).
+
+    If the run ends early without damage, it saves what is complete on the ranks.
+    """
     try:
         run.placement.begin(run.state.step)
         compare_with_engines(run)
-        if run.state.step == 0 and run.config.trainer.val_before_train:
-            run.record.write(0, validation_metrics(run) | memory_metrics(run.hosts))
+        trainer = run.config.trainer
+        if trainer.val_before_train and (trainer.val_only or run.state.step == 0):
+            run.record.write(run.state.step, validation_metrics(run) | memory_metrics(run.hosts))
+        if trainer.val_only:
+            run.sample_writer.finish()
+            return
         run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)

@@ -104,7 +104,13 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> RunInputs:
         raise InvalidConfig(broken)
     check_packages(config.trainer.logger)
     folder = run_dir_path(config.trainer, resume)
-    find_resume_point(config.trainer, RunIdentity.of(config), folder, resume)
+    point = find_resume_point(config.trainer, RunIdentity.of(config), folder, resume)
+    own = point is not None and point.path is not None and point.path.resolve().is_relative_to(folder.resolve())
+    if config.trainer.val_only and own:
+        raise ConfigError(
+            f"trainer.val_only: {folder} has a run of its own, which this start would resume: `mrl eval --checkpoint "
+            f"{point.path}` validates it; or give another trainer.run_dir, or trainer.val_only=false"
+        )
     for key, path in folders_of_weights(config).items():
         check_checkpoint(path, model_in(key, path, model, config.rollout), key)
     check_disk_space(folder, _bytes_of_a_checkpoint(config, model))

@@ -177,6 +177,7 @@ def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None
         "trainer.save_freq": steps,
         "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.val_before_train": "false",
+        "trainer.val_only": "false",
         "trainer.test_freq": -1,
         "trainer.logger": "[console]",
         "trainer.resume_mode": "disable",

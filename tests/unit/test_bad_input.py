@@ -435,6 +435,12 @@ def test_resume_path_begins_a_run_of_its_own_from_a_checkpoint(refused, world):
     assert contents(run) == before
 
 
+def test_a_run_that_only_validates_does_not_go_on_from_a_checkpoint(refused_resume, world):
+    run = made_run(world, [0, 1, 2], checkpoint=2)
+    only = ("--set", "trainer.val_only=true", "--set", "data.val_files=train.jsonl")
+    refused_resume(2, ["trainer.val_only", "mrl eval", "step-2"], run, *only)
+
+
 def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_data(world):
     from mrl.driver.resume import RunIdentity, find_resume_point, resumed_state
 

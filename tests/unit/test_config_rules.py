@@ -97,6 +97,12 @@ def test_a_rejection_that_says_nothing_or_takes_all_is_refused(given, key):
     assert only(f"algorithm.rollout_correction={given}").field == f"algorithm.rollout_correction.{key}"
 
 
+@pytest.mark.parametrize("without", ["trainer.val_before_train=false", "data.val_files=[]"])
+def test_a_run_that_only_validates_has_something_to_validate(without):
+    assert not broken("trainer.val_only=true")
+    assert "trainer.val_only" in [each.field for each in broken("trainer.val_only=true", without)]
+
+
 def test_a_warm_up_is_said_once():
     both = ["actor.optim.lr_warmup_steps=2", "actor.optim.lr_warmup_steps_ratio=0.1"]
     assert only(*both).field == "actor.optim.lr_warmup_steps_ratio"

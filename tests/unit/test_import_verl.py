@@ -1464,6 +1464,8 @@ def test_below_a_free_mapping_of_verls_any_name_is_one(key):
         (("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",), "carried"),
         (("actor_rollout_ref.model.custom_chat_template='{{ messages }}'",), "renamed"),
         (("actor_rollout_ref.model.custom_chat_template=null",), "implied"),
+        (("trainer.val_only=True",), "carried"),
+        (("trainer.val_only=True", "trainer.val_before_train=False"), "implied"),  # then verl trains
         (
             (
                 "actor_rollout_ref.model.override_config.max_position_embeddings=8192",

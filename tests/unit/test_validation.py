@@ -315,8 +315,15 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         done.append(f"step {run.state.step}")
 
     monkeypatch.setattr(loop, "train_step", step)
-    for first, before in ((0, True), (0, False), (1, True)):
-        config = load_config(TINY, None, [f"trainer.val_before_train={before}"]).config
+    for first, before, only in (
+        (0, True, False),
+        (0, False, False),
+        (1, True, False),
+        (0, True, True),
+        (1, True, True),
+    ):
+        given = [f"trainer.val_before_train={before}", f"trainer.val_only={only}"]
+        config = load_config(TINY, None, given).config
         placement = Separate(SimpleNamespace(take_checkpoint=None, write_checkpoint=None), sync)
         run = SimpleNamespace(
             config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement,
@@ -329,4 +336,6 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         "compare 0", "validate 0", "record ['val-core/x']", "begin", "step 1", "step 2", "save 2", "spool empty",
         "compare 0", "begin", "step 1", "step 2", "save 2", "spool empty",
         "sync 1", "compare 1", "begin", "step 2", "save 2", "spool empty",
+        "compare 0", "validate 0", "record ['val-core/x']",
+        "sync 1", "compare 1", "validate 1", "record ['val-core/x']",
     ]  # fmt: skip

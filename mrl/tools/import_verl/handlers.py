@@ -409,6 +409,14 @@ def _reward_argument(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("carried", o.key, f"reward.custom_reward_function.reward_kwargs.{name}", o.value, line=o.line)
 
 
+def _val_only(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Carries val_only over. verl looks at it after the validation before training, and otherwise trains."""
+    if settings.given("trainer.val_before_train") is False:
+        out.leave("implied", o.key, o.value, "without val_before_train verl does not read it", o.line)
+    else:
+        out.put("carried", o.key, o.key, o.value, line=o.line)
+
+
 def _keep(o: Override, out: Import, settings: VerlSettings) -> None:
     if isinstance(o.value, int) and o.value >= 1:
         out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", o.value, line=o.line)
@@ -519,6 +527,7 @@ HANDLERS: dict[str, Handler] = (
         "reward.custom_reward_function.reward_kwargs.": _reward_argument,
         "trainer.max_actor_ckpt_to_keep": _keep,
         "trainer.logger": _logger,
+        "trainer.val_only": _val_only,
         "trainer.resume_from_path": _resume_from,
     }
 )

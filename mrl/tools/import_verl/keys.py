@@ -354,7 +354,7 @@ ROWS: dict[str, KeyRow] = {
     "trainer.resume_from_path": _SPECIAL,
     "trainer.balance_batch": _implied("samples are spread by length"),
     "trainer.critic_warmup": _SPECIAL,
-    "trainer.val_only": _missing("mrl eval evaluates", False),
+    "trainer.val_only": _SPECIAL,
     "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
     "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
     "trainer.validation_data_dir": _implied("samples are always recorded in the run directory"),

@@ -268,6 +268,7 @@ def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 1,
         "trainer.test_freq": min(trainer.test_freq, STEPS),
+        "trainer.val_only": False,
         "trainer.max_actor_ckpt_to_keep": STEPS,
         "actor.ppo_epochs": epochs,
         "data.val_max_samples": VALIDATION_ROWS if original.data.val_files else original.data.val_max_samples,
