@@ -67,6 +67,14 @@ class CpuWorker(CPUWorker):
 
             install()
 
+    def init_device(self) -> None:
+        """Prepares the device and makes the model runner as vLLM does, whose drafter has the model's positions."""
+        if self.vllm_config.speculative_config is not None:
+            from mrl.engine.cpu_drafts import share_positions
+
+            share_positions(self.vllm_config)
+        super().init_device()
+
     def load_model(self, *arguments: Any, **named: Any) -> None:
         """Loads the model as vLLM does. Memory that the process takes from here on counts as the engine's."""
         self.memory_asleep = {}

@@ -1,14 +1,17 @@
-"""Samples tokens through vLLM's rejection sampler on CPU: `python drafted_tokens.py`. See test_engine_drafts.
+"""Samples tokens through vLLM's rejection sampler on CPU: `python drafted_tokens.py FOLDER`. See test_engine_drafts.
 
 Prints JSON: what vLLM's own repetition of temperatures gives; and with the fix, for each way of sampling and each
 position, [tokens, chi-square of their counts, degrees of freedom] against the model's distribution, and the largest
-difference of a log-prob.
+difference of a log-prob. Of FOLDER, a text model of Qwen3.5: rows of positions of the model, and of its drafting model
+as vLLM has it and with the fix.
 """
 
 import json
+import sys
 
 import torch
 import vllm.v1.sample.rejection_sampler as vllm_sampler
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -16,6 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from mrl.engine import cpu_drafts
+from mrl.engine.receive import register_models
 
 WORDS = 24
 DRAFTED = 2
@@ -92,6 +96,19 @@ def judged(temperature: float, top_p: float, by_distribution: bool, seeds: bool,
     return {"positions": positions, "worst": worst}
 
 
+def rows_of_positions(folder: str) -> list[int]:
+    register_models()
+    drafting = {"method": "mtp", "num_speculative_tokens": DRAFTED}
+    config = EngineArgs(
+        folder, dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True,
+        enable_prefix_caching=False, speculative_config=drafting,
+    ).create_engine_config()  # fmt: skip
+    drafting = config.speculative_config.draft_model_config
+    own = drafting.uses_mrope
+    cpu_drafts.share_positions(config)
+    return [3 if several else 1 for several in (config.model_config.uses_mrope, own, drafting.uses_mrope)]
+
+
 if __name__ == "__main__":
     current_platform.register_triton_kernel_overrides()
     given = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 6], dtype=torch.int32), 6, 0, 1
@@ -103,4 +120,5 @@ if __name__ == "__main__":
     found["ways"] = {name: judged(*way) for name, way in WAYS.items()}
     one, again = (sampled(500, 1.0, 0.9, True, True, 3) for _ in range(2))
     found["repeats"] = one[0] == again[0] and torch.equal(one[1], again[1])
+    found["rows of positions"] = rows_of_positions(sys.argv[1])
     print(json.dumps(found))

@@ -17,6 +17,8 @@ from tiny_models import (
     eagle_head,
     save,
     tiny_glm,
+    tiny_kinds,
+    tiny_kinds_moe,
     tiny_latent,
     tiny_moe,
     tiny_next,
@@ -68,8 +70,9 @@ def test_with_drafts_log_probs_and_routes_are_transformers_and_a_seed_repeats_in
 
 
 @pytest.fixture(scope="module")
-def drafted() -> dict:
-    return told("drafted_tokens.py")
+def drafted(tmp_path_factory) -> dict:
+    text_model = with_head(save(tiny_kinds(vocab_size=WORDS), tmp_path_factory.mktemp("text") / "model"))
+    return told("drafted_tokens.py", str(text_model))
 
 
 def told(program: str, *arguments: str) -> dict:
@@ -87,6 +90,8 @@ def told(program: str, *arguments: str) -> dict:
         (tiny_glm, "answers"),
         pytest.param(tiny_latent, "", marks=pytest.mark.long),
         pytest.param(tiny_next, "firsts", marks=pytest.mark.long),
+        pytest.param(tiny_kinds, "firsts", marks=pytest.mark.long),
+        pytest.param(tiny_kinds_moe, "firsts", marks=pytest.mark.long),
     ],
 )
 def test_a_sync_brings_what_drafts_and_proves_it(tmp_path, build, asked):
@@ -146,6 +151,12 @@ def test_vllms_own_temperatures_of_drafted_tokens_are_still_wrong_and_ours_are_r
     right = [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
     assert drafted["mended"] == right
     assert drafted["own"] != right, "vLLM fills them now: mrl/engine/cpu_drafts.py is not needed any more"
+
+
+def test_vllms_own_positions_of_qwens_predicting_layer_are_still_others_and_ours_are_the_models(drafted):
+    of_model, own, mended = drafted["rows of positions"]
+    assert of_model == mended == 1
+    assert own == 3, "vLLM gives the layer the model's now: share_positions is not needed any more"
 
 
 def chance(chi_square: float, freedom: int) -> float:
