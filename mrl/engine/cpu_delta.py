@@ -8,10 +8,11 @@ long prompts, but exact.
 Private in vLLM, and why it is touched:
 
 * `gdn_attention.cpu_gdn_attention_core`: the function that is registered as the layer's operator, once in a process.
-* `layer.kv_cache`: states by slot, the convolution's [slots, width - 1, channels] (or channels first) and the heads'
-  [slots, heads, value dim, key dim].
+* `layer.kv_cache`: states by slot, the convolution's [slots, width - 1, channels] (or channels first), wider by the
+  drafted tokens in engines that draft, and the heads' [slots, heads, value dim, key dim].
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,19 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
     if context.attn_metadata is None:  # vLLM's step that only measures memory
         return
     batch = context.attn_metadata[layer.prefix]
+    inputs = mixed_qkv, b, a
+    if batch.spec_sequence_masks is None:
+        _plain(layer, batch, inputs, core_attn_out, torch.arange(len(mixed_qkv)))
+        return
+    _drafted(layer, batch, inputs, core_attn_out, batch.spec_token_indx.long())
+    _plain(layer, batch, inputs, core_attn_out, batch.non_spec_token_indx.long())
+
+
+_Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def _plain(layer: Any, batch: Any, inputs: _Inputs, out: Tensor, tokens: Tensor) -> None:
+    """Computes sequences without drafts. `tokens`: places of theirs, one sequence behind the other."""
     sequences = batch.num_decodes + batch.num_prefills
     if sequences == 0:
         return
@@ -62,35 +76,72 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
         goes_on[batch.num_decodes :] = batch.has_initial_state[batch.num_decodes : sequences]
     starts = batch.non_spec_query_start_loc[: sequences + 1].long()
     slots = batch.non_spec_state_indices_tensor[:sequences].long()
-    _all_tokens(layer, (mixed_qkv, b, a), core_attn_out, starts, slots, goes_on)
+    earlier, state = _states(layer)
+    reach = layer.conv1d.weight.shape[-1] - 1
+    window = torch.where(goes_on[:, None, None], earlier[slots, :, :reach], 0)
+    memory = torch.where(goes_on[:, None, None, None], state[slots], 0)
+    window, memory = _all_tokens(layer, inputs, out, tokens, starts, window, memory)
+    earlier[slots, :, :reach] = window
+    state[slots] = memory
+
+
+def _drafted(layer: Any, batch: Any, inputs: _Inputs, out: Tensor, tokens: Tensor) -> None:
+    """Computes sequences with drafted tokens, of which the next step says how many were accepted.
+
+    A sequence has a slot for the state behind each token of a step, and in the first one all inputs of the convolution
+    that may be needed. The states behind the last accepted token are those to go on from.
+    """
+    sequences = batch.num_spec_decodes
+    if sequences == 0:
+        return
+    starts = batch.spec_query_start_loc[: sequences + 1].long()
+    slots = batch.spec_state_indices_tensor[:sequences].long()
+    last = batch.num_accepted_tokens[:sequences].long() - 1
+    earlier, state = _states(layer)
+    reach = layer.conv1d.weight.shape[-1] - 1
+    window = torch.stack([earlier[slot, :, at : at + reach] for slot, at in zip(slots[:, 0], last, strict=True)])
+
+    def keep(rows: Tensor, step: int, memory: Tensor) -> None:
+        state[slots[rows, step]] = memory
+
+    _all_tokens(layer, inputs, out, tokens, starts, window, state[slots[torch.arange(sequences), last]], keep)
+    for row, slot in enumerate(slots[:, 0]):
+        seen = inputs[0][tokens[starts[row] : starts[row + 1]]].T
+        earlier[slot, :, : reach - 1 + seen.shape[1]] = torch.cat([window[row, :, 1:], seen], dim=1)
 
 
 def _all_tokens(
-    layer: Any, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, starts: Tensor, slots: Tensor, goes_on: Tensor
-) -> None:
-    """Computes all tokens and states.
+    layer: Any,
+    inputs: _Inputs,
+    out: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    window: Tensor,
+    memory: Tensor,
+    keep: Callable[[Tensor, int, Tensor], None] = lambda *_: None,
+) -> tuple[Tensor, Tensor]:
+    """Computes all tokens. Returns the convolution's last inputs and the states of the heads behind them.
 
-    `starts` [sequences + 1]: first token of each sequence. `slots`: slot of its state. `goes_on`: it has earlier
-    tokens.
+    `starts` [sequences + 1]: first one of a sequence's `tokens`. `window`, `memory`: what comes before, by sequence.
+    `keep` gets rows of sequences, the number of a token in them, and the states behind it.
     """
-    order = starts.diff().argsort(descending=True, stable=True)
-    lengths = starts.diff()[order]
-    slots = slots[order]
+    lengths = starts.diff()
+    order = lengths.argsort(descending=True, stable=True)
+    lengths = lengths[order]
     first = starts[:-1][order]
-    earlier, state = _states(layer)
-    kept = goes_on[order]
-    window = torch.where(kept[:, None, None], earlier[slots], 0)
-    memory = torch.where(kept[:, None, None, None], state[slots], 0)
+    window = window[order]
+    memory = memory[order]
     for step in range(int(lengths[0])):
         count = int((lengths > step).sum())  # finished sequences are the last ones
-        tokens = first[:count] + step
-        mixed, rate, step_size = (x[tokens] for x in inputs)
+        places = tokens[first[:count] + step]
+        mixed, rate, step_size = (x[places] for x in inputs)
         seen = torch.cat([window[:count], mixed[:, :, None]], dim=2)
         window[:count] = seen[:, :, 1:]
         channels = _silu((seen * layer.conv1d.weight[:, 0]).sum(dim=2))
-        out[tokens], memory[:count] = _one_token(layer, channels, rate, step_size, memory[:count])
-    earlier[slots] = window
-    state[slots] = memory
+        out[places], memory[:count] = _one_token(layer, channels, rate, step_size, memory[:count])
+        keep(order[:count], step, memory[:count])
+    back = order.argsort()
+    return window[back], memory[back]
 
 
 def _states(layer: Any) -> tuple[Tensor, Tensor]:

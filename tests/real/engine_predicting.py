@@ -1,6 +1,6 @@
 """An engine that drafts gets an update as a plan describes it: `python engine_predicting.py FOLDER OTHER answers`.
-See test_engine_drafts. With `firsts` as the third word only the first draft of each request is told, and with any other
-it answers nothing.
+See test_engine_drafts. With `fp8` as the third word the engine holds words and scales of what the folders have, and
+with any other it answers nothing.
 
 OTHER has the weights of the update. Prints JSON: parameters whose digests differ from the sent ones, what an update
 without the predicting layer says, and answers, with what was drafted for them.
@@ -20,8 +20,8 @@ from vllm import LLM, SamplingParams
 from vllm.config import set_current_vllm_config
 
 from mrl.checkpoint.open_checkpoint import open_hf, weight_role
-from mrl.engine import cpu_delta
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
+from mrl.engine.engine_state import AWAITED
 from mrl.engine.handshake import check_engine
 from mrl.engine.load_layout import LayerwiseWriter, layers_of
 from mrl.engine.read_back import held_digests, hf_block
@@ -29,31 +29,49 @@ from mrl.engine.receive import register
 from mrl.engine.v0_32 import ADAPTER
 from mrl.model import load_model_spec, tensor_specs
 from mrl.model.boxes import Box
+from mrl.model.hf_config import QUANTIZATION
 from mrl.model.layout import RolloutLayout
 from mrl.model.megatron_shards import Piece
+from mrl.model.quantised import engine_quantisation, quantised_tensors
 from mrl.model.vllm_parameters import target_parameters
 from mrl.rank.rank_load import fill
+from mrl.reshard.quantise import quantised
 
 DRAFTED = 2
+FP8_BLOCK = 32
 
 
 def main(folder: Path, other: Path, asked: str) -> dict:
     register()
     model = load_model_spec(folder).holding(True)
+    block = FP8_BLOCK if asked == "fp8" else 0
+    dtype = "bfloat16" if block else "float32"
+    held_as = {}
+    if block:
+        held_as = {"load_format": AWAITED, "hf_overrides": {QUANTIZATION: engine_quantisation(model, block)}}
     llm = LLM(
-        str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, skip_tokenizer_init=True,
+        str(folder), dtype=dtype, **held_as, enforce_eager=True, max_model_len=128, max_num_seqs=8,
+        skip_tokenizer_init=True,
         generation_config="vllm", logprobs_mode="processed_logprobs", disable_log_stats=False,
-        worker_cls="mrl.engine.cpu_worker.CpuWorker", enable_prefix_caching=asked != "firsts",
-        speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTED},
+        worker_cls="mrl.engine.cpu_worker.CpuWorker", enable_prefix_caching=not model.is_hybrid,
+        speculative_config={
+            "method": "mtp", "num_speculative_tokens": DRAFTED,
+            "draft_load_config": {"load_format": held_as.get("load_format", "auto")},
+        },
     )  # fmt: skip
     worker = worker_of(llm)
     runner = worker.model_runner
     whole = ModelThatDrafts(runner.get_model(), drafting_model(runner))
-    targets = target_parameters(model, RolloutLayout(1, 1), 0, "cpu", "float32")
-    tensors = stored(other)
+    targets = target_parameters(model, RolloutLayout(1, 1), 0, "cpu", dtype, block)
+    words = quantised_tensors(model) if block else ()
+    tensors = {
+        part: values
+        for name, tensor in stored(other).items()
+        for part, values in quantised(name, tensor.bfloat16() if name in words else tensor, words, block)
+    }
     report = {}
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        check_engine(whole, SimpleNamespace(model=model, fp8_block=0), targets, ADAPTER)
+        check_engine(whole, SimpleNamespace(model=model, fp8_block=block), targets, ADAPTER)
         writer = LayerwiseWriter(whole, worker.model_config, targets, ADAPTER, by_identity(whole, targets))
         update(writer, targets, tensors)
         layers = layers_of(whole, ADAPTER)
@@ -68,13 +86,11 @@ def main(folder: Path, other: Path, asked: str) -> dict:
             report["stale"] = str(error)
         stale.abandon()
         try:
-            check_engine(whole, SimpleNamespace(model=model, fp8_block=0), policy, ADAPTER)
+            check_engine(whole, SimpleNamespace(model=model, fp8_block=block), policy, ADAPTER)
         except RuntimeError as error:
             report["unplanned"] = str(error)
         update(LayerwiseWriter(whole, worker.model_config, targets, ADAPTER), targets, tensors)
-    if asked == "firsts":
-        return report | {"firsts": first_of_requests(llm)}
-    return report | (answers(llm) if asked == "answers" else {})
+    return report | (answers(llm) if asked in ("answers", "fp8") else {})
 
 
 def by_identity(whole, targets) -> frozenset[str]:
@@ -121,26 +137,6 @@ def answers(llm: LLM) -> dict:
     counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     drafted, accepted = (counts[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
     return {"answers": found, "drafted": drafted, "accepted": accepted, "firsts": firsts}
-
-
-def first_of_requests(llm: LLM) -> list[tuple[list[int], int]]:
-    """As `first_drafts`, behind the prompts and the first sampled token alone: on CPUs states of gated delta attention
-    keep what a rejected token has changed.
-    """
-    states = cpu_delta._states
-
-    def without_room_for_drafts(layer):
-        before, of_heads = states(layer)
-        return before[..., : layer.conv1d.weight.shape[-1] - 1], of_heads
-
-    cpu_delta._states = without_room_for_drafts
-    firsts = first_drafts(llm)
-    prompts = [{"prompt_token_ids": [(5 + 3 * n + k * k) % 24 for k in range(2 + n)]} for n in range(24)]
-    sampling = SamplingParams(max_tokens=4, temperature=1.0, seed=1, detokenize=False, ignore_eos=True)
-    for together in range(0, len(prompts), 8):  # begun in one step, which drafts for nobody
-        llm.generate(prompts[together : together + 8], sampling, use_tqdm=False)
-    lengths = {len(prompt["prompt_token_ids"]) + 1: prompt["prompt_token_ids"] for prompt in prompts}
-    return [(known, drafted) for known, drafted in firsts if known[:-1] == lengths.get(len(known))]
 
 
 def first_drafts(llm: LLM) -> list[tuple[list[int], int]]:

@@ -12,12 +12,13 @@ from torch import Tensor
 from mrl.engine import cpu_delta
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, SLOTS = 2, 6, 8, 10, 4, 9
+DRAFTED = 2  # tokens of a draft, in engines that draft
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
 LENGTHS = (7, 1, 30, 2)
 SLOT_OF = (4, 0, 7, 2)
 
 
-def drawn() -> tuple[SimpleNamespace, tuple[Tensor, Tensor, Tensor]]:
+def drawn(drafted: int = 0) -> tuple[SimpleNamespace, tuple[Tensor, Tensor, Tensor]]:
     """A layer with states of others in its slots, and what enters it."""
     random = torch.Generator().manual_seed(0)
     layer = SimpleNamespace(
@@ -26,7 +27,7 @@ def drawn() -> tuple[SimpleNamespace, tuple[Tensor, Tensor, Tensor]]:
         A_log=torch.randn(VALUE_HEADS, generator=random), dt_bias=torch.randn(VALUE_HEADS, generator=random),
         conv1d=SimpleNamespace(weight=torch.randn(CHANNELS, 1, WIDTH, generator=random)),
         kv_cache=(
-            torch.randn(SLOTS, CHANNELS, WIDTH - 1, generator=random),
+            torch.randn(SLOTS, CHANNELS, WIDTH - 1 + drafted, generator=random),
             torch.randn(SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM, generator=random),
         ),
     )  # fmt: skip
@@ -43,8 +44,12 @@ def _states(monkeypatch):
 
 def computed(layer, inputs, lengths, slots, goes_on) -> Tensor:
     out = torch.full((sum(lengths), VALUE_HEADS, VALUE_DIM), torch.nan)
-    starts = torch.tensor((0, *lengths)).cumsum(0)
-    cpu_delta._all_tokens(layer, inputs, out, starts, torch.tensor(slots), torch.tensor(goes_on))
+    batch = SimpleNamespace(
+        num_decodes=0, num_prefills=len(lengths), has_initial_state=torch.tensor(goes_on),
+        non_spec_query_start_loc=torch.tensor((0, *lengths)).cumsum(0),
+        non_spec_state_indices_tensor=torch.tensor(slots),
+    )  # fmt: skip
+    cpu_delta._plain(layer, batch, inputs, out, torch.arange(len(out)))
     return out
 
 
@@ -90,6 +95,48 @@ def test_a_prompt_in_parts_beside_others_has_the_bits_that_it_has_alone(cuts):
         found.append(computed(layer, part, (size,), (7,), [first > 0]))
         first += size
     assert torch.equal(torch.cat(found), whole)
+
+
+def test_sequences_with_drafts_go_on_from_their_last_accepted_token():
+    """Two sequences decode the tokens of two whole ones beside drafts of which now all, some or none are accepted, and
+    in some steps nothing is drafted for one of them.
+    """
+    layer, inputs = drawn(DRAFTED)
+    random = torch.Generator().manual_seed(1)
+    lengths = (30, 14)
+    parts = [[x[first : first + size] for x in inputs] for first, size in zip((0, 20), lengths, strict=True)]
+    whole = [expected(layer, part) for part in parts]
+    slots = torch.tensor([[4, 0, 7], [2, 8, 5]])  # of a sequence: one behind each token of a step
+    begun = (5, 1)
+    prompts = tuple(torch.cat([part[i][:size] for part, size in zip(parts, begun, strict=True)]) for i in range(3))
+    found = [[own] for own in computed(layer, prompts, begun, slots[:, 0].tolist(), [False] * 2).split(begun)]
+    known, accepted = list(begun), [1, 1]
+    step = 0
+    while any(at < size for at, size in zip(known, lengths, strict=True)):
+        step += 1
+        rows = [row for row in (0, 1) if known[row] < lengths[row]]
+        drafted = [min((step * (row + 1)) % (DRAFTED + 1), lengths[row] - known[row] - 1) for row in rows]
+        right = [min(drafts, (step + row) % (DRAFTED + 1)) for row, drafts in zip(rows, drafted, strict=True)]
+        given = []
+        for row, drafts, good in zip(rows, drafted, right, strict=True):
+            own = [x[known[row] : known[row] + 1 + drafts].clone() for x in parts[row]]
+            for x in own:  # what was drafted in vain
+                x[1 + good :] = torch.randn(x[1 + good :].shape, generator=random)
+            given.append(own)
+        mixed = tuple(torch.cat([own[i] for own in given]) for i in range(3))
+        sizes = [1 + drafts for drafts in drafted]
+        out = torch.full((sum(sizes), VALUE_HEADS, VALUE_DIM), torch.nan)
+        batch = SimpleNamespace(
+            num_spec_decodes=len(rows), spec_query_start_loc=torch.tensor([0, *sizes]).cumsum(0),
+            spec_state_indices_tensor=slots[rows], num_accepted_tokens=torch.tensor([accepted[row] for row in rows]),
+        )  # fmt: skip
+        cpu_delta._drafted(layer, batch, mixed, out, torch.arange(len(out)))
+        for row, good, own in zip(rows, right, out.split(sizes), strict=True):
+            found[row].append(own[: 1 + good])
+            known[row] += 1 + good
+            accepted[row] = 1 + good
+    for own, right_one in zip(found, whole, strict=True):
+        torch.testing.assert_close(torch.cat(own), right_one, rtol=1e-5, atol=1e-6)
 
 
 def test_another_format_is_refused_in_one_message():
