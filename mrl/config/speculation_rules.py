@@ -18,9 +18,8 @@ _METHODS = (NGRAM, MTP)
 _FITS = "must be ngram, mtp or the folder of an EAGLE-3 head that fits the model"
 TRIED_WITH_HEADS = ("qwen3_moe",)
 # Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
-# DeepSeek's does not draft on CPUs, and Qwen3-Next's was seen to draft behind prompts alone. Of Qwen3.5's vLLM's own
-# loader agrees with the plan, and its layer is Qwen3-Next's but for positions, which drafters of accelerators give in
-# one row (vllm/v1/worker/gpu/spec_decode).
+# DeepSeek's does not draft on CPUs. Drafters of accelerators give Qwen3.5's layer positions in one row
+# (vllm/v1/worker/gpu/spec_decode), as cpu_drafts.py has it do on CPUs.
 TRIED = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -265,7 +264,7 @@ SPECULATION_RULES = (
         _KEY,
         lambda c, m: c.cluster.device == "cpu" and bool(m.linear_layers),
         "must be left out on cpu for models with gated delta attention",
-        "engines on CPUs were never seen to go on from the state behind the last accepted token",
+        "whether bits of such drafts depend on the other responses was never compared",
     ),
     RuleRow(
         f"{_KEY}.method",
