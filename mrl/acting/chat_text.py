@@ -203,7 +203,7 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def _with_placeholders(value: Any, placeholders: Mapping[str, str]) -> Any:
-    """Replaces the tokens in all texts of a JSON value by their stand-ins."""
+    """Replaces the tokens in all texts of a JSON value by their placeholders."""
     if isinstance(value, str):
         value = value.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
         for character, token in placeholders.items():
@@ -220,7 +220,7 @@ def _with_placeholders(value: Any, placeholders: Mapping[str, str]) -> Any:
 
 
 def _parts(text: str, placeholders: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """Cuts a text at its stand-ins. Yields (text, whether the family's tokens in it stand for themselves)."""
+    """Cuts a text at its placeholders. Yields (text, whether the family's tokens in it stand for themselves)."""
     if not placeholders:
         yield text, True
         return

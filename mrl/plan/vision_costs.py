@@ -83,9 +83,11 @@ def _most_of_a_sample(config: RunConfig) -> int:
 
 
 def _micro_batch_tokens(config: RunConfig, batch: BatchPlan) -> int:
-    """Returns the tokens of images that a micro-batch has at most; under a token budget it is one packed row."""
+    """Returns the tokens of images that a micro-batch has at most. A token budget may be filled with prompts, whose
+    responses are short.
+    """
     shapes = (batch.micro, batch.log_prob_micro)
-    if _shows_later(config):
+    if _shows_later(config) or config.actor.use_dynamic_bsz:
         return max(shape.tokens for shape in shapes)
     return max(shape.rows for shape in shapes) * config.data.max_prompt_length
 

@@ -95,6 +95,7 @@ def told(program: str, *arguments: str) -> dict:
         pytest.param(tiny_next, "answers", marks=pytest.mark.long),
         pytest.param(tiny_kinds, "answers", marks=pytest.mark.long),
         pytest.param(tiny_kinds_moe, "answers", marks=pytest.mark.long),
+        pytest.param(tiny_glm, "fp8", marks=pytest.mark.long),
     ],
 )
 def test_a_sync_brings_what_drafts_and_proves_it(tmp_path, build, asked):
@@ -102,7 +103,8 @@ def test_a_sync_brings_what_drafts_and_proves_it(tmp_path, build, asked):
     for every request and step, and log-probs are transformers'. Without the layer's weights the update is refused, and
     so is a plan that does not know them, by the names of what would be stale.
     """
-    model = build(vocab_size=WORDS)
+    blocks = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64} if asked == "fp8" else {}
+    model = build(vocab_size=WORDS, **blocks)
     old = with_head(save(model, tmp_path / "old"), uneven=True)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -115,7 +117,9 @@ def test_a_sync_brings_what_drafts_and_proves_it(tmp_path, build, asked):
         first, join = (f"drafts.model.layers.4.{name}" for name in ("enorm", "eh_proj"))
     assert f"modules incomplete: {first}" in found["stale"]
     assert f"{join}.weight is a parameter of vLLM that the plan does not know" in found["unplanned"]
-    if not asked:
+    if asked == "fp8":
+        assert found["drafted"] > 0 and len(found["firsts"]) > 200  # FP8 rounds: transformers drafts other tokens
+    if asked != "answers":
         return
     oracle = Oracle(model, new)
     assert max(_gap(model, *answer) for answer in found["answers"]) < 1e-5

@@ -188,5 +188,18 @@ def test_images_of_tools_and_agents_are_counted_up_to_what_a_sample_holds():
     assert found["tools"][1] == found["agents"][1] == of_prompts + more
 
 
+def test_under_a_token_budget_a_micro_batch_may_be_prompts_alone():
+    given = ["actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=288", "data.max_response_length=8"]
+    config = load_config(TINY, overrides=["model.path=none", *given]).config
+    inputs = PlanInputs.of(config, model_spec(whole_model()), device_for(config))
+    parameters, token, patch = (
+        model_spec(whole_model()).tower.parameters,
+        4 * 3 * 128,
+        4 * (3 * 2 * 8 * 8 + 6 * 64 + 2 * 96),
+    )
+    expected = 4 * parameters + 12 * 24 * token + 24 * 4 * patch  # twelve prompts of 24 tokens, no response
+    assert rank_bytes(inputs, batch_plan(config, inputs.train), 0) == expected
+
+
 def test_a_plan_is_plain_data():
     assert json.loads(json.dumps(planned()))["vision"]["tokens_of_a_prompt"] > 0
