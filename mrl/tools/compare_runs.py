@@ -18,10 +18,11 @@ from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 
-# prefixes of metrics that depend on a clock or the state of the machine, see is_of_clock
+# Prefixes of metrics that depend on a clock or the state of the machine, see is_of_clock. Drafts are counted as engines
+# make them: responses that were read back after a kill are drafted before it, and not again.
 CLOCK = (
     "timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes", "trainer/restarts",
-    "trainer/replayed_responses", "fleet/",
+    "trainer/replayed_responses", "fleet/", "drafts/",
 )  # fmt: skip
 OUTPUT_TAIL = 1500  # limit of shown characters of a failed run's output
 
