@@ -5,6 +5,7 @@ network.
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from nccl_like import (
@@ -30,9 +31,11 @@ PLACES = [[0, 0], [0, 1], [1, 2], [1, 3]]
 FOUR = range(4)
 
 
-def two_nodes(timeout_s: float, kind: str = "auto"):
+def two_nodes(folder: Path, timeout_s: float, kind: str = "auto"):
+    """The processes are killed, so what they share lies in `folder`."""
     topology = {"ranks": PLACES, "workers": PLACES}
-    return setup_for(PP2, dict(num_engines=4), kind, topology=topology, timeout_s=timeout_s)
+    setup = setup_for(PP2, dict(num_engines=4), kind, topology=topology, timeout_s=timeout_s)
+    return replace(setup, transport=setup.transport | {"folder": str(folder)})
 
 
 def both(send, receive, workers=FOUR):
@@ -51,7 +54,7 @@ def sent_to(worker, of_ranks):
 
 @pytest.mark.parametrize("kind", ["auto", "p2p"])
 def test_a_pipeline_over_two_nodes_is_synced_to_workers_beside_its_ranks(tmp_path, kind):
-    setup = two_nodes(60.0, kind)
+    setup = two_nodes(tmp_path, 60.0, kind)
     assert {route(setup, r, 0, "node") for r in FOUR} == {"ipc", "p2p"}
     assert setup.plan().num_rounds > 4
     found = at_once(both(partial(send_all, setup, updates=2), partial(receive_all, setup, updates=2)), tmp_path)
@@ -64,7 +67,7 @@ def test_a_pipeline_over_two_nodes_is_synced_to_workers_beside_its_ranks(tmp_pat
 @pytest.mark.long
 def test_the_order_before_deadlocks_there(tmp_path):
     """So the processes of this file would tell it."""
-    setup = two_nodes(3.0)
+    setup = two_nodes(tmp_path, 3.0)
     calls = both(partial(send_all, setup, updates=1), partial(receive_all, setup, updates=1))
     found = at_once(calls, tmp_path, order_before=True)
     assert all(isinstance(answer, str) for answer in found.values()), found
@@ -73,7 +76,7 @@ def test_the_order_before_deadlocks_there(tmp_path):
 
 @pytest.mark.long
 def test_a_worker_that_is_lost_in_a_sync_costs_the_others_a_retry_with_the_same_bits(tmp_path):
-    setup = two_nodes(15.0)
+    setup = two_nodes(tmp_path, 15.0)
     where = setup.transport | {"name": f"{setup.transport['name']}-2", "workers": [0, 1, 2]}
     second = replace(setup, timeout_s=60.0, transport=where | {"address": f"127.0.0.1:{free_port()}"})
     found = at_once(both(partial(send_again, setup, second), partial(receive_again, setup, second)), tmp_path)
@@ -86,7 +89,7 @@ def test_a_worker_that_is_lost_in_a_sync_costs_the_others_a_retry_with_the_same_
 
 def test_an_engine_that_starts_again_is_connected_beside_the_others(tmp_path):
     """Each engine has a connection. Only the pairs of the one that started again are made anew."""
-    setup = two_nodes(60.0)
+    setup = two_nodes(tmp_path, 60.0)
 
     def connection(worker, name):
         where = {"name": f"{setup.transport['name']}-{name}", "workers": [worker]}
@@ -114,7 +117,7 @@ def test_an_engine_that_starts_again_is_connected_beside_the_others(tmp_path):
 
 @pytest.mark.long
 def test_a_peer_that_stops_while_it_connects_ends_it_for_all_within_the_deadline(tmp_path):
-    setup = two_nodes(10.0)
+    setup = two_nodes(tmp_path, 10.0)
     calls = both(partial(send_all, setup, updates=1), partial(receive_all, setup, updates=1), workers=[0, 1, 2])
     calls["worker", 3] = partial(stop_while_connecting, setup, worker=3)
     began = time.monotonic()
