@@ -172,7 +172,9 @@ def from_verl() -> str:
             "not_applicable": "not applicable",
             "unsupported": "**unsupported**",
         }
-        said = here.get(row.kind) or _targets(HANDLERS[key])
+        said = here.get(row.kind) or _targets(HANDLERS[key]) or "by value"
+        if said == "by value" and not row.why:
+            raise ValueError(f"{key} of verl's says nowhere what becomes of which values: ROWS")
         if row.said:
             said = "only " + " or ".join(f"`{value}`" for value in dict.fromkeys(row.said))
         if (
@@ -247,8 +249,8 @@ def _ways_to_train(commit_before: str, verdicts: dict[str, dict]) -> Iterator[st
 
 
 def _targets(handler: Callable) -> str:
-    """Our keys that a handler of mrl/tools/import_verl/handlers.py names,
-    in its own strings or in those of its module.
+    """Our keys that a handler of mrl/tools/import_verl/handlers.py names, in its own strings or in those of its module;
+    "" for none.
     """
     names = handler.__code__.co_names
     said = {
@@ -256,7 +258,7 @@ def _targets(handler: Callable) -> str:
     }
     below = {text + "*" for text in said if text.endswith(".") and any(key.startswith(text) for key in keys())}
     found = sorted(said & keys() | below)
-    return f"{', '.join(f'`{key}`' for key in found) or 'decided case by case'}; the import says why"
+    return f"{', '.join(f'`{key}`' for key in found)}; the import says why" if found else ""
 
 
 def _strings(code: CodeType) -> Iterator[str]:
@@ -376,7 +378,7 @@ def predictions() -> str:
         "",
         "## Drafts\n",
         "How many times as fast generation is with speculative decoding (`rollout.speculation`) as without.\n",
-        *_table(("run", "published", "predicted", "error", "source", "assumed")),
+        *_table(("run", "published", "predicted", "error", "source", "assumed", "missed because")),
     ]
     page += [_row(*_drafts(run)) for run in published_runs.compared_drafts()]
     page += [
@@ -431,6 +433,7 @@ def _drafts(run: "published_runs.ComparedDrafts") -> tuple[str, ...]:
         f"{run.error:+.0%}{goal}",
         row["source"],
         row["assumed"],
+        row.get("missed", ""),
     )
 
 

@@ -267,9 +267,10 @@ def _check_finite(of_rows: RowValues) -> None:
         bad = of_rows[f"bad_{name}"]
         if bad.any():
             row = int(np.argmax(bad > 0))
+            token = int(of_rows[f"first_bad_{name}"][row])
             raise NumericAbort(
                 f"{title}: {int(bad.sum())} of {int(of_rows['tokens'].sum())} response tokens are not finite, the "
-                f"first at row {row}, token {int(of_rows[f'first_bad_{name}'][row])}; the weights or the logits have "
+                f"first at row {row + 1}, token {token}; the weights or the logits have "
                 "overflowed"
             )
 

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from mrl.cli.config_arguments import add_config, resolved_config
-from mrl.errors import ConfigError, MrlError
+from mrl.errors import ConfigError, MrlError, shortened
 
 
 def add(commands) -> None:
@@ -91,8 +91,12 @@ def look_at_files(resolved, remarks: list[str], check_paths: bool) -> tuple[list
 
     if check_paths:
         check_packages(resolved.config.trainer.logger)
-    look(resolved.config)
-    return [], [*remarks, *memory_lines_of(resolved.config, model), *bare, *unseen_files(resolved.config)]
+    looked = look(resolved.config)
+    warnings = [f"{row}; it is left out, as data.max_bad_row_share allows" for row in looked.bad_rows]
+    if looked.reward is not None:
+        warnings.append(looked.reward)
+    warned = [f"warning: {shortened(warning)}" for warning in warnings]
+    return [], [*remarks, *memory_lines_of(resolved.config, model), *bare, *unseen_files(resolved.config), *warned]
 
 
 def _look_at_weights(config, model, check_paths: bool) -> list[str]:

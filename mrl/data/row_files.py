@@ -36,7 +36,7 @@ BUFFER_BYTES = MIB  # a buffer for each column, so that a file of one large row 
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row as it stands in a file. `row` counts from 0; in JSONL it is the line number less one."""
+    """One row as it stands in a file. `row` counts from 1; in JSONL it is the line's number."""
 
     file: str
     row: int
@@ -114,7 +114,7 @@ def _json_array_rows(path: Path) -> Iterator[RawRow]:
         values = parse_json(read_bytes(path, ARRAY_BYTES), strict=False)
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
-    for row, value in enumerate(values):
+    for row, value in enumerate(values, 1):
         problem = None
         if not isinstance(value, dict):
             problem = f"a JSON {type(value).__name__} where an object is expected"
@@ -141,7 +141,7 @@ def _parquet_rows(path: Path, expected: Sequence[str], more: Sequence[str] = _RE
             if problem:
                 raise DataError(f"{path}: {problem}")
             columns = [name for name in names if name in (*expected, *more)] if expected else names
-            row = 0
+            row = 1
             for group in range(parquet.num_row_groups):  # one reader over all groups would keep them in memory
                 stored = parquet.metadata.row_group(group)
                 mean = stored.total_byte_size // max(1, stored.num_rows)
@@ -186,7 +186,7 @@ def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
         if file.read(len(_PARQUET)) == _PARQUET:
             raise DataError(f"{path}: this is a parquet file: name it .parquet")
         file.seek(0)
-        for row, line in enumerate(_lines(file)):
+        for row, line in enumerate(_lines(file), 1):
             if line is None:
                 yield RawRow(str(path), row, None, f"more than {ROW_BYTES} bytes")
             elif line.strip():

@@ -46,7 +46,7 @@ from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.process import PACKAGE_ROOT
 from mrl.reward.truths import right_responses
-from mrl.units import MIB
+from mrl.units import MIB, counted
 
 if TYPE_CHECKING:
     from mrl.data.image_reader import ImageReader
@@ -58,11 +58,20 @@ NONSENSE = "nonsense"  # used as a response
 _TELLING = (DataError, ConfigError, EnvironmentFault)  # errors that would occur with torch too
 
 
-def look(config: RunConfig) -> str | None:
-    """Returns the fingerprint of the training prompts.
+@dataclass(frozen=True)
+class Looked:
+    """What the check has found."""
 
-    Returns None if not all were read, because they are too many or not on this host. Raises the errors that the run
-    would raise: DataError, and ConfigError for a reward, an advantage, a loss or tools that cannot be loaded.
+    fingerprint: str | None = None  # of the training prompts; None: not all were read, too many or not on this host
+    bad_rows: tuple[str, ...] = ()  # rows that the run leaves out, a line for each reason and file
+    reward: str | None = None  # why the reward failed on some of the texts that it was asked about
+
+
+def look(config: RunConfig) -> Looked:
+    """Checks the files.
+
+    Raises the errors that the run would raise: DataError, and ConfigError for a reward, an advantage, a loss or tools
+    that cannot be loaded.
     """
     if (own := config.algorithm.custom_advantage) is not None and Path(own.path).is_file():
         with tried_advantage(own.path, config.algorithm.adv_estimator):
@@ -77,26 +86,28 @@ def look(config: RunConfig) -> str | None:
     here = data.model_copy(update={"train_files": _here(data.train_files), "val_files": _here(data.val_files)})
     sees = config.model.vision is not None  # the run reads the images
     small = _bytes(here) <= READ_WHOLE_BYTES
+    bad_rows: tuple[str, ...] = ()
     if small and not sees:
-        _read_untokenised(here, rule_in(config.reward))
+        bad_rows = _read_untokenised(here, rule_in(config.reward))
     firsts = [
         _first_row(file, data, rule_in(config.reward), data.image_key if sees else "")
         for file in (*here.train_files, *here.val_files)
     ]
-    sources = {row["data_source"] for row in firsts[: len(here.train_files)] if row is not None}
+    sources = {first.fields["data_source"] for first in firsts[: len(here.train_files)] if first is not None}
     check_least_scores(config.algorithm.adv_estimator, config.reward, sources)
-    rows = [row for row in firsts if row is not None]
+    firsts = [first for first in firsts if first is not None]
     if offer is not None and (offer.environments or turns.tools.in_sandbox):
         from mrl.acting.environment_pool import try_environments
 
-        try_environments(turns.tools, offer, rows)
+        try_environments(turns.tools, offer, [first.fields for first in firsts])
     outcome = {}
     if turns is not None:
         outcome = ONE_TURN
-    _ask(config.reward, [row | {"extra_info": row["extra_info"] | outcome} for row in rows])
+    failed = _ask(config.reward, firsts, outcome)
     reads = here == data and small
+    untokenised = Looked(None, bad_rows, failed)
     if not has_tokenizer(config.model.path) or (turns and not offer):
-        return None
+        return untokenised
     rule = rule_in(config.reward)
     asked = _Asked(
         config.model.path, data, config.trainer.seed, offer, turns and turns.template_arguments, reads, rule, sees
@@ -105,10 +116,14 @@ def look(config: RunConfig) -> str | None:
     if not sees:
         quick = quick_tokenizer(Path(config.model.path), data.apply_chat_template_kwargs)
     if quick is not None:
-        return _answered(asked, quick)
-    if "torch" in sys.modules:
-        return _answered(asked, load_chat_tokenizer(config.model.path, data.apply_chat_template_kwargs))
-    return _answered_apart(asked)
+        answered = _answered(asked, quick)
+    elif "torch" in sys.modules:
+        answered = _answered(asked, load_chat_tokenizer(config.model.path, data.apply_chat_template_kwargs))
+    else:
+        answered = _answered_apart(asked)
+    if answered is None:
+        return untokenised
+    return replace(answered, reward=failed)
 
 
 def _try_advantage(algorithm: AlgorithmConfig, responses: int) -> None:
@@ -150,8 +165,8 @@ class _Asked:
     sees: bool = False  # whether the model reads images, and so needs their processor
 
 
-def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> str | None:
-    """Returns the fingerprint if rows are read.
+def _answered(asked: _Asked, tokenizer: ChatTokenizer) -> Looked | None:
+    """Returns what reading all rows has found; None if they are not read.
 
     Raises DataError, and ConfigError for a model that cannot call tools, or see.
     """
@@ -180,17 +195,34 @@ class _Untokenised:
         return [0] * len(conversation)
 
 
-def _read_untokenised(data: DataConfig, rule: str | None) -> None:
-    """Reads all rows, without checks of their tokens. Raises DataError."""
+def _read_untokenised(data: DataConfig, rule: str | None) -> tuple[str, ...]:
+    """Reads all rows, without checks of their tokens, and returns the bad ones. Raises DataError."""
     usual = prompt_parameters(data, rule=rule)
     parameters = replace(usual, max_prompt_length=sys.maxsize, apply_chat_template_kwargs={}, enable_thinking=None)
-    for files, apart in ((data.train_files, False), (data.val_files, True)):
-        if files:
-            PromptDataset.load(files, _Untokenised(), parameters, files_apart=apart)
+    loaded = [
+        PromptDataset.load(files, _Untokenised(), parameters, files_apart=apart)
+        for files, apart in ((data.train_files, False), (data.val_files, True))
+        if files
+    ]
+    return _left_out(loaded)
 
 
-def _first_row(file: str, data: DataConfig, rule: str | None, image_key: str) -> dict[str, Any] | None:
-    """Returns the fields of the first usable row for the reward; None if the first ROWS_TRIED are unusable.
+def _left_out(loaded: Sequence[PromptDataset]) -> tuple[str, ...]:
+    """Returns the rows that the run leaves out because they are bad, a line for each reason and file."""
+    return tuple(str(bad) for prompts in loaded for bad in prompts.report.examples)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a data file, as the reward gets it."""
+
+    file: str
+    number: int  # from 1
+    fields: dict[str, Any]
+
+
+def _first_row(file: str, data: DataConfig, rule: str | None, image_key: str) -> _Row | None:
+    """Returns the first usable row for the reward; None if the first ROWS_TRIED are unusable.
 
     `image_key`: column of its images, which are not looked at; empty: rows have none.
 
@@ -206,45 +238,57 @@ def _first_row(file: str, data: DataConfig, rule: str | None, image_key: str) ->
             except BadRow as problem:
                 unmatched = unmatched or f"{file}, row {raw.row}: {problem}; so are all of the first {ROWS_TRIED}"
                 continue
-            return row
+            return _Row(file, raw.row, row)
     if unmatched is not None:
         raise DataError(unmatched)
     return None
 
 
-def _ask(reward: RewardConfig, rows: Sequence[dict[str, Any]]) -> None:
+def _ask(reward: RewardConfig, rows: Sequence[_Row], outcome: Mapping[str, Any]) -> str | None:
     """Loads a user's function that is on this host, or a built-in rule, and asks it about the first row.
 
-    The responses are nonsense, the truth, and the truth in words, until one is judged. A correct function may
-    fail on some answers, so it raises only if all three fail. A built-in rule is asked about the truth as it wants it
-    said, and has to judge that.
+    The responses are nonsense, the truth, and the truth in words. A function that uses the network, such as a judge
+    that costs, is asked until it has judged one. `outcome` is added to the row's extra_info. Returns what failed. A
+    correct function may fail on some answers, so it raises only if all fail. A built-in rule is asked about the truth
+    as it wants it said, and has to judge that.
     """
-    spec = reward_spec(reward, {row["data_source"] for row in rows})
+    spec = reward_spec(reward, {row.fields["data_source"] for row in rows})
     custom = reward.custom_reward_function
     if custom is not None and not Path(custom.path).is_file():
-        return
+        return None
     if custom is not None or not rows:
         check_function(spec)
     if not rows:
-        return
-    row = rows[0]
-    truth = row["ground_truth"]
+        return None
+    row = rows[0].fields
+    truth, extra_info = row["ground_truth"], {**row["extra_info"], **outcome}
     texts = [NONSENSE, str(truth), f"Answer: {truth}"]
     if custom is None:
         texts = right_responses(reward.function, row["data_source"], truth)
     results = []
     with RewardPool(spec, 1, reward.timeout_s) as pool:
         for number, text in enumerate(texts):
-            results += pool.score([RewardItem(number, row["data_source"], text, truth, row["extra_info"])])
-            if results[-1].reason == OK:
-                return
+            results += pool.score([RewardItem(number, row["data_source"], text, truth, extra_info)])
+            if results[-1].reason == OK and (custom is None or reward.network):
+                break
+    failed = [result for result in results if result.reason != OK]
+    if not failed:
+        return None
+    asked = f"{rows[0].file}, row {rows[0].number}: the reward, asked about the texts {', '.join(map(repr, texts))}"
+    if len(failed) < len(results):
+        first = failed[0]
+        return (
+            f"{asked}, failed on {len(failed)} of {counted(len(results), 'text')}, first on "
+            f"{texts[first.sample_id]!r}: {first.reason}: {first.detail}"
+        )
     try:
         check_failures(results, reward.max_failure_share)
     except DataError as error:
-        raise DataError(f"asked about the first row, with the texts {', '.join(map(repr, texts))}: {error}") from None
+        raise DataError(f"{asked}: {error}") from None
+    return f"{asked}, failed on all, which reward.max_failure_share allows: {failed[0].reason}: {failed[0].detail}"
 
 
-def _answered_apart(question: _Asked) -> str | None:
+def _answered_apart(question: _Asked) -> Looked | None:
     """Asks `_answered` in a process without torch.
 
     Returns None if that process itself fails, and the run asks again.
@@ -267,7 +311,9 @@ def _answered_apart(question: _Asked) -> str | None:
     for kind in _TELLING:
         if kind.__name__ in found:
             raise kind(found[kind.__name__])
-    return found.get("fingerprint")
+    if found["fingerprint"] is None:
+        return None
+    return Looked(found["fingerprint"], tuple(found["bad_rows"]))
 
 
 def _read(
@@ -277,11 +323,12 @@ def _read(
     offer: Offer | None,
     rule: str | None = None,
     images: "ImageReader | None" = None,
-) -> str:
+) -> Looked:
     with contextlib.redirect_stdout(io.StringIO()):  # the run prints it, once
-        fingerprint = load_training(data, seed, tokenizer, offer, rule, images).prompts.fingerprint
-        load_validation(data, tokenizer, offer, rule, images)
-    return fingerprint
+        training = load_training(data, seed, tokenizer, offer, rule, images).prompts
+        validation = load_validation(data, tokenizer, offer, rule, images)
+    loaded = [training] if validation is None else [training, validation]
+    return Looked(training.fingerprint, _left_out(loaded))
 
 
 def _offer(fields: dict[str, Any] | None) -> Offer | None:
@@ -302,7 +349,8 @@ def main() -> None:
     question = _Asked(**{**asked, **given})
     try:
         arguments = question.data.apply_chat_template_kwargs
-        found = {"fingerprint": _answered(question, load_chat_tokenizer(question.model_path, arguments))}
+        answered = _answered(question, load_chat_tokenizer(question.model_path, arguments)) or Looked()
+        found = {"fingerprint": answered.fingerprint, "bad_rows": answered.bad_rows}
     except _TELLING as error:
         found = {type(error).__name__: str(error)}
     print(json.dumps(found))

@@ -122,7 +122,10 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> RunInputs:
 
 def check_inputs(config: RunConfig, resume: bool) -> None:
     """Checks data and reward, and that a resume continues with the same prompts. Raises DataError and ConfigError."""
-    fingerprint = look(config)
+    looked = look(config)
+    if looked.reward is not None:
+        print(f"warning: {looked.reward}", flush=True)
+    fingerprint = looked.fingerprint
     if fingerprint is None:
         return
     identity = RunIdentity.of(config)

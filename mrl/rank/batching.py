@@ -293,9 +293,9 @@ class Splitter:
         longest = int(padded.argmax())
         if round_up(int(padded[longest]), self.shape.total_multiple) > self._limit:
             raise DataError(
-                f"row {longest} of the batch has {int(lengths.tokens[longest])} tokens, more than a micro-batch may "
-                f"hold ({self._limit}: ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu of the actor, or "
-                "the limit of its teacher or critic, times context_parallel_size); raise that limit"
+                f"row {longest + 1} of the batch has {int(lengths.tokens[longest])} tokens, more than a micro-batch "
+                f"may hold ({self._limit}: ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu of the actor, "
+                "or the limit of its teacher or critic, times context_parallel_size); raise that limit"
             )
 
     @property
@@ -365,7 +365,7 @@ def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
     if len(batch) == 0:
         raise DataError("a training batch without rows")
     if int(batch.prompt_lengths.min()) < 1:
-        row = int(batch.prompt_lengths.argmin())
+        row = int(batch.prompt_lengths.argmin()) + 1
         raise DataError(f"row {row} of the batch has an empty prompt: nothing predicts its first response token")
     if batch.image_counts is not None and batch.positions is None:
         raise DataError("rows have images, and the model was loaded without its vision tower: it would not see them")
@@ -390,5 +390,5 @@ def _check_branches(batch: TrainBatch) -> None:
     first = (begins[branch_row] + batch.branch_starts)[later]
     wrong = np.flatnonzero(batch.is_sampled[first])
     if len(wrong):
-        row = int(branch_row[later][wrong[0]])
+        row = int(branch_row[later][wrong[0]]) + 1
         raise DataError(f"row {row} of the batch has a branch without a prompt: nothing predicts its first token")

@@ -1,6 +1,6 @@
 """What a run set aside: `quarantine.jsonl` in the run directory, with a line for each bad row and each failed reward.
 
-`kind` row has `file`, `row` (from 0) and `why`, for the data that the last start read. `kind` reward has `step`,
+`kind` row has `file`, `row` (from 1) and `why`, for the data that the last start read. `kind` reward has `step`,
 `prompt_id`, `sample_id`, `data_source`, `reason` and `detail`, for responses that the step was trained on. A resume
 removes the rewards of steps that are trained again. At most QUARANTINE_BYTES are kept.
 """

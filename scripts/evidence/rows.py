@@ -132,6 +132,8 @@ ROWS = (
           None, 1),
     tests("turns", "Is every token of a conversation over updates of the weights that its row names?",
           "tests/real/test_held_turns.py tests/real/test_turns.py", None),
+    Row("agents", "Can agents that know nothing of mrl be trained, on the tokens that vLLM sampled?",
+        "every step an update; log-probs of engine and ranks 1e-4 apart", "scripts/evidence/agents.sh"),
     tests("safety", "Is anything unsafe read, does bad input end in one message?",
           "tests/unit/test_security.py tests/unit/test_hostile_input.py tests/unit/test_fuzz.py "
           "tests/unit/test_bad_input.py",

@@ -104,15 +104,15 @@ def test_all_stored_responses_are_found_by_text_step_and_page(tmp_path, browser)
     browser.open(run.report)
     shown = "return [...document.querySelectorAll('#rollouts tbody tr')].map((r) => +r.children[1].textContent)"
     press = "[...document.querySelectorAll('#rollouts button')].find((b) => b.textContent === arguments[0]).click()"
-    assert browser.ask(shown) == list(range(20))
+    assert browser.ask(shown) == list(range(1, 21))
     browser.ask(press, "next")
     browser.ask(press, "next")
-    assert browser.ask(shown) == list(range(40, 50))
+    assert browser.ask(shown) == list(range(41, 51))
     choose = (
         "const e = document.querySelector(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('input'))"
     )
     browser.ask(choose, "#rollouts select[aria-label=order]", "-1")
-    assert browser.ask(shown)[0] == 49, "the best first"
+    assert browser.ask(shown)[0] == 50, "the best first"
     browser.ask(choose, "#rollouts input[type=search]", "nothing like it")
     assert browser.ask(shown) == []
     assert "0 of 50" in browser.ask("return document.querySelector('#rollouts [role=status]').textContent")

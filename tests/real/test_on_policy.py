@@ -143,5 +143,5 @@ def test_log_probs_that_are_not_finite_end_the_step_as_after_a_pass_and_change_n
     for report in reports(out, layout):
         generations, own = report["said"]
         assert generations.startswith("rollout_log_probs: 1 of ") and f"row {SAMPLES - 1}, token 0" in generations
-        assert own.startswith("old_log_probs: ") and "the first at row 0, token 0" in own
+        assert own.startswith("old_log_probs: ") and "the first at row 1, token 0" in own
         assert (report["unchanged"], report["counted"], report["skipped"]) == ([True, True], 0, 0)

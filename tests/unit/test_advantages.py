@@ -340,7 +340,7 @@ def test_one_token_and_no_token_give_finite_answers():
 
 
 def test_a_log_prob_that_is_not_finite_stops_the_run_and_says_where():
-    with pytest.raises(NumericAbort, match=r"old_log_probs.*row 2, token 1"):
+    with pytest.raises(NumericAbort, match=r"old_log_probs.*row 3, token 1"):
         mismatch(np.zeros(4), np.array([-1.0, -1.0, -1.0, np.nan]), np.array([2, 0, 2]))
 
 

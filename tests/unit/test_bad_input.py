@@ -233,18 +233,18 @@ def test_a_model_that_cannot_be_trained_is_told_before_anything_starts(spoil, co
 
 DATA = [
     ([], ["no prompt is left to train on", "0 rows read"]),
-    ([row(), "not json\n"], ["more bad rows", "train.jsonl, row 1: not JSON"]),
-    ([{"question": "1+1"}] * 3, ["train.jsonl, row 0: no column prompt, data_source, reward_model; found: question"]),
-    ([row(prompt=3)] * 3, ["row 0: prompt is int '3', expected a string or a list of {role, content} (and 2 more"]),
+    ([row(), "not json\n"], ["more bad rows", "train.jsonl, row 2: not JSON"]),
+    ([{"question": "1+1"}] * 3, ["train.jsonl, row 1: no column prompt, data_source, reward_model; found: question"]),
+    ([row(prompt=3)] * 3, ["row 1: prompt is int '3', expected a string or a list of {role, content} (and 2 more"]),
     (
         [row(prompt=[{"role": "robot", "content": "1+1="}])] * 3,
-        ["row 0: prompt has a message of the role 'robot': roles are system, developer, user, assistant, tool"],
+        ["row 1: prompt has a message of the role 'robot': roles are system, developer, user, assistant, tool"],
     ),
     (
         [json.dumps(row()).replace("{", '{"prompt": "2+2=", ', 1) + "\n"] * 3,
-        ["train.jsonl, row 0: the key 'prompt' is there twice in one object"],
+        ["train.jsonl, row 1: the key 'prompt' is there twice in one object"],
     ),
-    ([row(reward_model={})] * 3, ["row 0: reward_model.ground_truth is missing"]),
+    ([row(reward_model={})] * 3, ["row 1: reward_model.ground_truth is missing"]),
 ]
 
 
@@ -266,7 +266,7 @@ def test_a_parquet_file_of_another_schema_or_none_at_all(refused):
 
 def test_a_few_bad_rows_are_set_aside_and_counted(refused):
     write_rows(Path("train.jsonl"), [*(row(f"{i}+1=") for i in range(199)), "not json\n"])
-    refused(4, ["200 rows read: 199 kept (0 truncated), 1 bad", "train.jsonl, row 199: not JSON", REACHED])
+    refused(4, ["200 rows read: 199 kept (0 truncated), 1 bad", "train.jsonl, row 200: not JSON", REACHED])
 
 
 LONG = [
@@ -275,7 +275,7 @@ LONG = [
     (
         ["data.filter_overlong_prompts=false"],
         3,
-        ["1 prompts are over data.max_prompt_length (16 tokens)", "row 64: 31 tokens"],
+        ["1 prompts are over data.max_prompt_length (16 tokens)", "row 65: 31 tokens"],
     ),
 ]
 

@@ -68,7 +68,7 @@ def test_a_token_limit_holds_for_every_micro_batch_alignment_included(context):
 
 
 def test_a_row_above_the_token_limit_is_refused_by_number_and_key():
-    with pytest.raises(DataError, match=r"row 1 .* 61 tokens.*ppo_max_token_len_per_gpu"):
+    with pytest.raises(DataError, match=r"row 2 .* 61 tokens.*ppo_max_token_len_per_gpu"):
         Splitter(PACKED, 1, 1, max_tokens=60).shares(RowLengths(np.array([5, 61, 7])))
 
 
@@ -127,7 +127,7 @@ def test_mini_batches_are_consecutive_and_the_last_may_be_short():
 def test_an_empty_prompt_is_refused_by_row():
     samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
     batch = TrainBatch.of(packed(samples), 0.7)
-    with pytest.raises(DataError, match="row 1"):
+    with pytest.raises(DataError, match="row 2"):
         check_batch(replace(batch, prompt_lengths=np.array([3, 0, 3])), MODEL, 48)
 
 

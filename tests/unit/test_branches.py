@@ -147,7 +147,7 @@ def test_a_branch_that_begins_with_a_trained_token_is_refused(tmp_path):
     check_batch(batch, model_spec(SIZES), 0)
     sampled = BOTH.sampled.copy()
     sampled[4] = True
-    with pytest.raises(DataError, match="row 0 of the batch has a branch without a prompt"):
+    with pytest.raises(DataError, match="row 1 of the batch has a branch without a prompt"):
         check_batch(replace(batch, sampled=sampled), model_spec(SIZES), 0)
 
 
@@ -184,7 +184,7 @@ def test_costs_and_padding_of_branches_worked_by_hand():
     shares = splitter.shares(lengths)
     assert splitter.load(lengths, shares).padding_share == pytest.approx(1 - 16 / 20)
     assert splitter.load(lengths, shares).budget_share == 1.0
-    with pytest.raises(DataError, match="row 0 of the batch has 8 tokens, more than a micro-batch may hold"):
+    with pytest.raises(DataError, match="row 1 of the batch has 8 tokens, more than a micro-batch may hold"):
         replace(splitter, max_tokens=5).shares(lengths)
 
 
@@ -205,7 +205,7 @@ def test_a_budget_that_the_rules_allow_holds_any_response_of_an_agent(context):
         assert len(rank) == 1
     if context > 1:
         too_small = replace(splitter, max_tokens=120 // context)
-        with pytest.raises(DataError, match="row 0"):
+        with pytest.raises(DataError, match="row 1"):
             too_small.shares(RowLengths(np.array([1, 1, 1, 1, 1, 115]), np.array([6])))
 
 

@@ -215,7 +215,7 @@ def test_a_bad_row_is_set_aside_with_its_place_and_reason(tmp_path, bad, reason)
     data = load(write_jsonl(tmp_path / "a.jsonl", [row("a"), bad, row("c")]), max_bad_row_share=0.4)
     assert (data.report.rows, data.report.kept, data.report.bad) == (3, 2, 1)
     (example,) = data.report.examples
-    assert example.row == 1
+    assert example.row == 2
     assert reason in str(data.report)
 
 
@@ -226,7 +226,7 @@ def test_too_many_bad_rows_stop_the_run_and_ten_are_named(tmp_path):
     with pytest.raises(DataError, match="max_bad_row_share") as error:
         load(file, max_bad_row_share=0.19)
     assert str(error.value).count("a.jsonl, row") == 10
-    assert "a.jsonl, row 80: not JSON" in str(error.value) and "(and 4 more rows of the file)" in str(error.value)
+    assert "a.jsonl, row 81: not JSON" in str(error.value) and "(and 4 more rows of the file)" in str(error.value)
     assert load(file, max_bad_row_share=0.2).report.bad == 20
 
 
@@ -239,7 +239,7 @@ def test_rows_of_one_fault_are_one_line_whatever_value_each_has(tmp_path, wrong)
     rows = [json.loads(json.dumps(row("a") | wrong).replace("7", str(number))) for number in range(20, 26)]
     report = load(write_jsonl(tmp_path / "a.jsonl", [row("a"), *rows]), max_bad_row_share=1.0).report
     (line,) = report.examples
-    assert "20" in line.reason and (line.row, line.others, report.bad) == (1, 5, 6)
+    assert "20" in line.reason and (line.row, line.others, report.bad) == (2, 5, 6)
 
 
 def test_messages_that_are_written_as_text_are_no_prompt_and_other_brackets_are(tmp_path):
@@ -248,7 +248,7 @@ def test_messages_that_are_written_as_text_are_no_prompt_and_other_brackets_are(
     written = [row("a") | {"prompt": text} for text in (json.dumps(messages), str(messages), f" {messages}\n")]
     report = load(write_jsonl(tmp_path / "a.jsonl", [*rows, *written]), max_bad_row_share=1.0).report
     (line,) = report.examples
-    assert (report.kept, report.bad, line.row) == (4, 3, 4) and "store the list itself" in line.reason
+    assert (report.kept, report.bad, line.row) == (4, 3, 5) and "store the list itself" in line.reason
 
 
 @pytest.mark.parametrize(("truncation", "expected"), [("left", "cdef"), ("right", "u:ab"), ("middle", "u:ef")])
@@ -268,7 +268,7 @@ def test_long_prompts_are_filtered_and_counted_or_stop_the_run(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [row("abcdef"), row("a")])
     assert load(file, max_prompt_length=4).report.filtered == 1
     with pytest.raises(
-        DataError, match=r"1 prompts are over data.max_prompt_length \(4 tokens\)[\s\S]*row 0: 8 tokens"
+        DataError, match=r"1 prompts are over data.max_prompt_length \(4 tokens\)[\s\S]*row 1: 8 tokens"
     ):
         load(file, max_prompt_length=4, filter_overlong_prompts=False)
     with pytest.raises(DataError, match="no prompt is left"):

@@ -181,7 +181,7 @@ def test_a_row_that_is_no_utf8_costs_itself_only(tmp_path):
     )
     data = load(str(tmp_path / "b.parquet"), max_bad_row_share=0.5)
     assert [text(p) for p in data] == ["fine", "good"]
-    assert "row 1: not UTF-8" in str(data.report)
+    assert "row 2: not UTF-8" in str(data.report)
 
 
 MEASURE = """

@@ -100,7 +100,7 @@ def test_a_row_that_is_not_what_was_promised_is_counted_with_its_reason(tmp_path
     file = write(tmp_path / "a.jsonl", [good, row])
     report = prepare(SOURCES[source], [file], tmp_path / "out.parquet", "train", max_bad_share=0.5)
     assert (report.read, report.written, report.bad) == (2, 1, 1)
-    assert reason in report.examples[0] and "row 1" in report.examples[0]
+    assert reason in report.examples[0] and "row 2" in report.examples[0]
     with pytest.raises(DataError, match="1 of 2 rows are bad"):
         prepare(SOURCES[source], [file], tmp_path / "other.parquet", "train")
     assert not (tmp_path / "other.parquet").exists()

@@ -50,6 +50,7 @@ def test_published_runs_are_on_the_right_side_of_one_and_those_with_a_batch_with
     for name, run in found.items():
         assert (run.predicted > 1) == (run.row["published"] > 1), name
         assert "goal" not in run.row or abs(run.error) <= run.row["goal"] <= 0.25, name
+        assert ("missed" in run.row) == (abs(run.error) > 0.25), name
 
 
 @pytest.mark.parametrize(("tokens", "acceptance"), [(1, 0.5), (3, 0.8), (6, 0.95)])

@@ -130,7 +130,7 @@ def test_the_home_of_who_starts_the_run_stands_for_its_sign(folder, monkeypatch)
     assert config.data.train_files == (f"{folder}/train.jsonl", "/elsewhere/~/b.jsonl")
     assert config.model.path == f"{folder}/models/Qwen3-30B-A3B" and config.trainer.run_dir == f"{folder}/runs/one"
     assert seen("data.train_files=~/train.jsonl", f"{REWARD}=~/reward.py") == []
-    assert look(config_with("data.train_files=~/train.jsonl", f"{REWARD}=~/reward.py").config) is None
+    assert look(config_with("data.train_files=~/train.jsonl", f"{REWARD}=~/reward.py").config).fingerprint is None
     monkeypatch.delenv("HOME")
     assert not config_with("data.train_files=~/train.jsonl").config.data.train_files[0].startswith("~")
     assert config_with("trainer.experiment_name=a~b").config.trainer.experiment_name == "a~b"
@@ -173,26 +173,53 @@ def test_a_reward_is_looked_at_where_the_rows_are_elsewhere_and_the_other_way_ro
     elsewhere = ["data.train_files=/shared/t.parquet", "data.val_files=/shared/v.parquet"]
     with pytest.raises(ConfigError, match="no function 'other'; the file defines: compute_score"):
         look(config_with(*elsewhere, "reward.custom_reward_function.name=other").config)
-    assert look(config_with(*elsewhere).config) is None
-    assert look(config_with(f"{REWARD}=/shared/reward.py").config) is None
+    assert look(config_with(*elsewhere).config).fingerprint is None
+    assert look(config_with(f"{REWARD}=/shared/reward.py").config).fingerprint is None
 
 
 def test_a_reward_may_fail_on_some_answers_and_be_allowed_to_fail_on_all(folder):
     (folder / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(int(solution_str))\n")
-    assert look(config_with().config) is None
+    said = look(config_with().config).reward
+    assert said.startswith("train.jsonl, row 1: the reward, asked about the texts 'nonsense', '1', 'Answer: 1', failed")
+    assert "failed on 2 of 3 texts, first on 'nonsense': raised: ValueError" in said
     (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
-    assert look(config_with("reward.max_failure_share=1.0").config) is None
+    assert "failed on all, which" in look(config_with("reward.max_failure_share=1.0").config).reward
+    (folder / "reward.py").write_text(RIGHT)
+    assert look(config_with().config).reward is None
 
 
-def test_a_reward_that_has_judged_one_answer_is_asked_no_more(folder, monkeypatch):
+@pytest.mark.parametrize("failing", ["nonsense", "1", "Answer: 1"])
+def test_validate_warns_of_a_reward_that_fails_on_some_texts_and_of_rows_that_are_left_out(folder, capsys, failing):
+    """Rows are counted from 1, as lines are."""
+    body = f"    if solution_str == {failing!r}:\n        return None\n    return 1.0\n"
+    (folder / "reward.py").write_text(f"def compute_score(solution_str, **_):\n{body}")
+    lines = Path("train.jsonl").read_text().splitlines(keepends=True)
+    Path("train.jsonl").write_text("".join([*lines[:2], "not json\n", *lines[2:], "neither\n", "[]\n"]))
+    own = ["model.path=Qwen/Qwen3-30B-A3B", "data.train_files=train.jsonl", "data.val_files=val.jsonl"]
+    own += [f"{REWARD}=reward.py", "data.max_bad_row_share=0.5"]
+    main(["validate", str(TINY), "--json", *(part for each in own for part in ("--set", each))])
+    said = json.loads(capsys.readouterr().out)
+    warned = [line for line in said["notes"] if line.startswith("warning: ")]
+    assert said["ok"] and all(len(line) <= 300 for line in warned)
+    words = ["row 3: not JSON", "(and 1 more row of the file)", "row 7: a JSON list where an object", failing]
+    assert len(warned) == 3 and all(any(word in line for line in warned) for word in words)
+    assert "failed on 1 of 3 texts" in warned[2]
+
+
+def test_a_reward_of_the_network_that_has_judged_one_answer_is_asked_no_more(folder, monkeypatch):
     """A judge may take seconds, and cost."""
     asked = []
     score = RewardPool.score
     monkeypatch.setattr(RewardPool, "score", lambda pool, items: asked.extend(items) or score(pool, items))
-    assert look(config_with().config) is None and [item.response_text for item in asked] == ["nonsense"]
+    look(config_with("reward.network=true").config)
+    assert [item.response_text for item in asked] == ["nonsense"]
     asked.clear()
     (folder / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(int(solution_str))\n")
-    assert look(config_with().config) is None and [item.response_text for item in asked] == ["nonsense", "1"]
+    look(config_with("reward.network=true").config)
+    assert [item.response_text for item in asked] == ["nonsense", "1"]
+    asked.clear()
+    look(config_with().config)
+    assert [item.response_text for item in asked] == ["nonsense", "1", "Answer: 1"]
 
 
 def test_looking_needs_neither_torch_nor_ray(folder):
@@ -221,7 +248,7 @@ def test_tools_are_looked_for_and_loaded_as_other_plug_ins_are(folder):
     with pytest.raises(ConfigError, match="weather"):
         look(config_with(*TURNS).config)
     Path("tools.py").write_text(TOOL)
-    assert look(config_with(*TURNS).config) is None
+    assert look(config_with(*TURNS).config).fingerprint is None
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -231,7 +258,8 @@ def test_the_prompts_of_a_run_with_tools_name_them_at_the_first_look_too(folder,
     offer = check_tools(turns_spec(config.rollout.turns, config.data).tools)
     tokenizer = load_tokenizer("model")
     of_run = load_training(config.data, config.trainer.seed, tokenizer, offer).prompts.fingerprint
-    assert look(config) == of_run != load_training(config.data, config.trainer.seed, tokenizer).prompts.fingerprint
+    without = load_training(config.data, config.trainer.seed, tokenizer).prompts.fingerprint
+    assert look(config).fingerprint == of_run != without
 
 
 def of_a_model_that_calls(monkeypatch, quick: bool, *overrides: str):
@@ -260,7 +288,7 @@ def test_a_model_that_train_refuses_for_tools_is_refused_at_the_first_look_too(f
         monkeypatch.delitem(sys.modules, "torch", raising=False)
     if not whole:
         monkeypatch.setattr("mrl.driver.first_look.READ_WHOLE_BYTES", 0)
-    assert (look(config) is None) != whole
+    assert (look(config).fingerprint is None) != whole
     template = Path("model/chat_template.jinja")
     said = template.read_text()
     if how != "apart" or whole:  # a process takes two seconds: apart each refusal is seen once
@@ -289,7 +317,7 @@ def test_equal_reasons_are_one_line_with_a_count(folder):
     with pytest.raises(DataError) as refused:
         PromptDataset.load(["train.jsonl"], _Characters(), PromptParameters())
     said = str(refused.value).splitlines()
-    assert len(said) == 2 and "train.jsonl, row 0: no column prompt; found: data_source, question, rew" in said[1]
+    assert len(said) == 2 and "train.jsonl, row 1: no column prompt; found: data_source, question, rew" in said[1]
     assert said[1].endswith("(and 11 more rows of the file)")
 
 

@@ -102,7 +102,7 @@ def test_a_truth_that_no_response_can_match_is_a_bad_row(source, truth, why):
     with pytest.raises(DataError) as refused:
         PromptDataset.load(["rows.jsonl"], _Words(), parameters)
     said = str(refused.value)
-    assert "rows.jsonl, row 0: rule" in said and why in said and said.endswith("(and 1 more row of the file)")
+    assert "rows.jsonl, row 1: rule" in said and why in said and said.endswith("(and 1 more row of the file)")
 
 
 @pytest.mark.parametrize("rule", ["think_format", "boxed_format", "environment"])
@@ -126,17 +126,17 @@ def test_validate_says_that_no_answer_can_match(monkeypatch, whole):
     if not whole:
         monkeypatch.setattr(first_look, "READ_WHOLE_BYTES", 0)
     write("rows.parquet", "openai/gsm8k", [f"because {i}+{i}\n#### {2 * i}" for i in range(100)])
-    with pytest.raises(DataError, match=r"row 0: rule gsm8k finds no response right: ground_truth 'because 0\+0"):
+    with pytest.raises(DataError, match=r"row 1: rule gsm8k finds no response right: ground_truth 'because 0\+0"):
         look(config("reward.function=auto"))
     write("rows.parquet", "openai/gsm8k", [float(2 * i) for i in range(100)])
-    assert look(config("reward.function=auto")) is None
+    assert look(config("reward.function=auto")).fingerprint is None
 
 
 def test_a_function_of_ones_own_gets_any_truth():
     Path("own.py").write_text("def compute_score(ground_truth, **_):\n    return float(ground_truth == ['x'])\n")
     write("rows.parquet", "openai/gsm8k", [["x"], ["y"]])
     own = "reward.custom_reward_function={path: own.py, name: compute_score}"
-    assert look(config("reward.function=auto", own)) is None
+    assert look(config("reward.function=auto", own)).fingerprint is None
 
 
 def test_a_built_in_rule_is_tried_before_a_start(monkeypatch):

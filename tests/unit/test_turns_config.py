@@ -347,9 +347,9 @@ def test_what_is_looked_at_before_a_run_is_what_the_run_reads(folder):
     run = load_training(data, 0, load_tokenizer(str(folder)), offer).prompts
     assert len(run) == 3
     reader = load_tokenizer(str(folder))
-    assert first_look._read(reader, data, 0, offer) == run.fingerprint
-    assert first_look._answered_apart(first_look._Asked(str(folder), data, 0, offer)) == run.fingerprint
-    assert first_look._read(reader, data, 0, None) != run.fingerprint
+    assert first_look._read(reader, data, 0, offer).fingerprint == run.fingerprint
+    assert first_look._answered_apart(first_look._Asked(str(folder), data, 0, offer)).fingerprint == run.fingerprint
+    assert first_look._read(reader, data, 0, None).fingerprint != run.fingerprint
     write_jsonl(folder / "rows.jsonl", [row("Go.", "1") | {"extra_info": {"environment": "chess"}}])
     with pytest.raises(DataError, match="names 'chess'"):
         first_look._read(reader, data, 0, offer)

@@ -27,8 +27,9 @@ LAYOUT = "actor.layout."
 class KeyRow:
     """The fate of one key of verl's. `to` is mrl's key.
 
-    `why` says why a key goes nowhere, or has a slightly different meaning here. `neutral` lists values of an
-    unsupported key that describe what mrl does anyway.
+    `why` says why a key goes nowhere, or has a slightly different meaning here; of a special key whose handler names no
+    key of mrl's, what becomes of which values. `neutral` lists values of an unsupported key that describe what mrl does
+    anyway.
     """
 
     kind: Kind
@@ -47,6 +48,10 @@ def _to(key: str, convert: Callable[[Any], Any] | None = None, why: str = "") ->
     return KeyRow("to", to=key, convert=convert, why=why)
 
 
+def _by_value(why: str) -> KeyRow:
+    return KeyRow("special", why=why)
+
+
 def _implied(why: str) -> KeyRow:
     return KeyRow("implied", why=why)
 
@@ -60,6 +65,17 @@ def _missing(why: str, *neutral: Any) -> KeyRow:
 
 
 _SPECIAL = KeyRow("special")
+_REMOTE_CODE = _by_value(
+    "a loss if true for a family that mrl lacks; otherwise implied. Code of a checkpoint never runs"
+)
+_OF_CHECKPOINT = _by_value("implied where it is null or the model's folder; another folder is a loss")
+_DEVICES = _by_value("decides `cluster.placement` and `rollout.num_engines`, with the other keys of devices")
+
+
+def _lora(name: str) -> KeyRow:
+    return _by_value(f"`actor.lora.{name}` where the script trains adapters; otherwise not applicable")
+
+
 _FSDP = "FSDP only"
 _NO_SERVICE = "no sandbox service is called: programs run on the engine's node (docs/tools.md)"
 _OTHER_BACKEND = "of another training backend; the actor here is Megatron's"
@@ -117,11 +133,11 @@ ROWS: dict[str, KeyRow] = {
     "data.return_raw_input_ids": _implied("prompts are kept as chats and as token ids"),
     "data.return_full_prompt": _implied("prompts are kept as chats and as token ids"),
     "data.custom_cls.": _missing("data sets are parquet or JSONL in verl's schema", None),
-    "data.trust_remote_code": _SPECIAL,
+    "data.trust_remote_code": _REMOTE_CODE,
     "data.sampler.": _missing("prompts are drawn in the order of the data, or shuffled by data.shuffle", None),
     "data.datagen.": _missing("the rows are those of the files: none is made while a run goes on", None),
     "data.chat_template_func": _nothing("verl keeps the value and calls nothing by it"),
-    "data.tokenizer": _SPECIAL,
+    "data.tokenizer": _OF_CHECKPOINT,
     "data.continuous_token.": _implied("a conversation's tokens are kept as they were sampled and given"),
     "data.tool_config_path": _SPECIAL,
     "data.function_tool_path": _SPECIAL,
@@ -140,11 +156,13 @@ ROWS: dict[str, KeyRow] = {
     M + "enable_activation_offload": _nothing(_FSDP),
     M + "use_liger": _nothing(_FSDP),
     M + "use_shm": _nothing("a matter of how verl reads weights"),
-    M + "tokenizer_path": _SPECIAL,
-    M + "hf_config_path": _SPECIAL,
-    M + "trust_remote_code": _SPECIAL,
+    M + "tokenizer_path": _OF_CHECKPOINT,
+    M + "hf_config_path": _OF_CHECKPOINT,
+    M + "trust_remote_code": _REMOTE_CODE,
     M + "external_lib": _missing("of the user's code rewards, losses, advantages and tools are read by a path", None),
-    M + "custom_chat_template": _SPECIAL,
+    M + "custom_chat_template": _by_value(
+        "a template goes to `data.apply_chat_template_kwargs.chat_template`; null is implied"
+    ),
     **{
         M + f"override_config.{name}": _missing("no dropout here", 0, 0.0)
         for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
@@ -152,15 +170,24 @@ ROWS: dict[str, KeyRow] = {
     M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
     **{M + f"override_config.{inner}max_position_embeddings": _SPECIAL for inner in ("", "model_config.")},
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
-    **{
-        M + name: _SPECIAL
-        for name in ("lora_rank", "lora_alpha", "lora_adapter_path", "target_modules", "exclude_modules")
-    },
-    **{M + f"lora.{name}": _SPECIAL for name in ("rank", "alpha", "adapter_path", "target_modules", "dropout", "")},
+    **{M + name: _SPECIAL for name in ("lora_rank", "target_modules")},
+    **{M + name: _lora("alpha") for name in ("lora_alpha", "lora.alpha")},
+    **{M + name: _lora("path") for name in ("lora_adapter_path", "lora.adapter_path")},
+    M + "lora.dropout": _lora("dropout"),
+    M + "exclude_modules": _by_value(
+        "with adapters a loss where it names modules of the text model; otherwise implied or not applicable"
+    ),
+    **{M + f"lora.{name}": _SPECIAL for name in ("rank", "target_modules")},
+    M + "lora.": _by_value(
+        "with adapters a loss where verl's would compute something else (type, dropout_position, "
+        "share_expert_adapters, exclude_modules); other keys are implied or not applicable"
+    ),
     M + "mtp.": _SPECIAL,
     M + "tiled_mlp.": _nothing(_FSDP),
     # --- actor
-    A + "strategy": _SPECIAL,
+    A + "strategy": _by_value(
+        "megatron is implied; with another trainer of verl's the actor is trained on Megatron here"
+    ),
     A + "ppo_micro_batch_size": _SPECIAL,
     A + "ppo_max_token_len_per_gpu": _SPECIAL,
     A + "shuffle": _to("actor.shuffle", why="rows of the whole step are drawn, in verl those of each replica"),
@@ -252,7 +279,7 @@ ROWS: dict[str, KeyRow] = {
     F + "rollout_n": _implied("is rollout.n"),
     F: _nothing(_FSDP),
     # --- rollout
-    R + "name": _SPECIAL,
+    R + "name": _by_value("vllm is implied; vLLM generates in place of sglang and trtllm; any other engine is a loss"),
     R + "mode": _implied("vLLM's asynchronous engine is always used"),
     R + "top_k": _SPECIAL,
     R + "rollout_world_size": _nothing("follows from the devices"),
@@ -263,16 +290,27 @@ ROWS: dict[str, KeyRow] = {
     R + "prompt_length": _SPECIAL,
     R + "max_model_len": _implied("prompt and response limits together"),
     R + "calculate_log_probs": _implied("the engine's log-probs are always taken"),
-    R + "do_sample": _SPECIAL,
+    R + "do_sample": _by_value(
+        "implied with vLLM, which does not read it; with another engine a loss, unless it is the default"
+    ),
     R + "ignore_eos": _missing("a response ends at the end of its sequence", False),
     R + "log_prob_micro_batch_size": _nothing("deprecated by verl; no number depends on it"),
     R + "engine_kwargs.vllm.disable_mm_preprocessor_cache": _nothing(_IMAGES),
     R + "limit_images": _implied("a prompt may have any number of images that fit data.max_prompt_length"),
-    R + "log_prob_use_dynamic_bsz": _SPECIAL,
+    R + "log_prob_use_dynamic_bsz": _by_value(
+        "implied where it equals the actor's; otherwise not applicable: `actor.use_dynamic_bsz` decides for both"
+    ),
     R + "log_prob_max_token_len_per_gpu": _SPECIAL,
     R + "enable_expert_parallel": _SPECIAL,
-    R + "engine_kwargs.vllm.": _SPECIAL,
-    R + "engine_kwargs.": _SPECIAL,
+    R + "engine_kwargs.vllm.": _by_value(
+        "an argument of vLLM that is the user's goes to `rollout.engine_kwargs.vllm.*`; one that a key of mrl's "
+        "decides goes to that key (`rollout.*`), and `speculative_config` to `rollout.speculation.*`; one that mrl "
+        "sets itself, or vLLM 0.32 lacks, is a loss; null, or another engine's section, sets nothing"
+    ),
+    R + "engine_kwargs.": _by_value(
+        "settings of SGLang and TensorRT-LLM: those of speed or memory are dropped; one that may change what is "
+        "sampled is a loss; null, or a section of an engine that the script does not use, sets nothing"
+    ),
     R + "val_kwargs.do_sample": _SPECIAL,
     R + "enable_rollout_routing_replay": _SPECIAL,
     R + "free_cache_engine": _implied("follows from cluster.placement"),
@@ -287,10 +325,12 @@ ROWS: dict[str, KeyRow] = {
     R + "update_weights_bucket_megabytes": _nothing("weights go from shard to shard"),
     R + "disaggregation.enabled": _missing("an engine prefills and decodes", False),
     R + "mtp.": _implied("verl fills it from model.mtp"),
-    R + "over_sample_rate": _SPECIAL,
+    R + "over_sample_rate": _by_value(
+        "implied with vLLM, which does not read it; with another engine a loss, unless it is the default"
+    ),
     R + "profiler.": _nothing(_PROFILER),
-    R + "nnodes": _SPECIAL,
-    R + "n_gpus_per_node": _SPECIAL,
+    R + "nnodes": _DEVICES,
+    R + "n_gpus_per_node": _DEVICES,
     R + "skip_rollout": _missing(_GENERATED, False),
     R + "skip.enable": _missing(_GENERATED, False),
     R + "repetition_penalty": _missing(
@@ -307,9 +347,12 @@ ROWS: dict[str, KeyRow] = {
     # --- algorithm
     "algorithm.filter_groups.max_num_gen_batches": _to("algorithm.filter_groups.max_num_gen_batches", _at_least(0)),
     "algorithm.filter_groups.metric": _SPECIAL,
-    "algorithm.gamma": _SPECIAL,
+    "algorithm.gamma": _by_value(
+        "with a critic `algorithm.gamma`; without, 1 is implied, and another value is a loss with "
+        "reinforce_plus_plus alone"
+    ),
     **{f"algorithm.kl_ctrl.{name}": _SPECIAL for name in ("type", "target_kl", "horizon")},
-    "algorithm.lam": _SPECIAL,
+    "algorithm.lam": _by_value("with a critic `algorithm.lam`; other estimators do not read it"),
     "algorithm.rollout_correction.": _SPECIAL,
     "algorithm.rollout_is": _SPECIAL,
     "algorithm.rollout_is_threshold": _SPECIAL,
@@ -342,7 +385,12 @@ ROWS: dict[str, KeyRow] = {
         }.items()
     },
     "reward_model.launch_reward_fn_async": _implied("scoring runs beside generation"),
-    **{f"{section}custom_reward_function.reward_kwargs.": _SPECIAL for section in ("", "reward.")},
+    **{
+        f"{section}custom_reward_function.reward_kwargs.": _by_value(
+            "carried to `reward.custom_reward_function.reward_kwargs.*`"
+        )
+        for section in ("", "reward.")
+    },
     "reward_model.": _nothing(_SERVERS),
     "reward.": _nothing(_SERVERS),
     # --- trainer
@@ -353,7 +401,9 @@ ROWS: dict[str, KeyRow] = {
     "trainer.logger": _SPECIAL,
     "trainer.resume_from_path": _SPECIAL,
     "trainer.balance_batch": _implied("samples are spread by length"),
-    "trainer.critic_warmup": _SPECIAL,
+    "trainer.critic_warmup": _by_value(
+        "with a critic `trainer.critic_warmup`; without, 0 and 1 are implied and any other value is a loss"
+    ),
     "trainer.val_only": _SPECIAL,
     "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
     "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
@@ -364,9 +414,11 @@ ROWS: dict[str, KeyRow] = {
     "trainer.checkpoint_callback_class": _missing(_CODE, None),
     "trainer.": _nothing("a matter of verl's trainer"),
     # --- the rest
-    "actor_rollout_ref.hybrid_engine": _SPECIAL,
+    "actor_rollout_ref.hybrid_engine": _DEVICES,
     "actor_rollout_ref.nccl_timeout": _nothing("cluster.step_timeout_s bounds whole calls, not single collectives"),
-    "model_engine": _SPECIAL,
+    "model_engine": _by_value(
+        "megatron is implied; with another trainer of verl's the actor is trained on Megatron here"
+    ),
     "critic.": _SPECIAL,
     "actor_rollout_ref.critic.": _nothing("verl reads the critic's keys from critic."),
     **{f"global_profiler.{name}": _SPECIAL for name in ("steps", "tool")},
@@ -393,8 +445,8 @@ ROWS: dict[str, KeyRow] = {
     "distillation.teacher_key": _implied("a run has one teacher, to which verl too sends every sample"),
     "distillation.": _nothing("the teacher computes on the actor's ranks"),
     "async_training.": _SPECIAL,
-    "rollout.nnodes": _SPECIAL,
-    "rollout.n_gpus_per_node": _SPECIAL,
+    "rollout.nnodes": _DEVICES,
+    "rollout.n_gpus_per_node": _DEVICES,
     "rollout.n": _implied("is actor_rollout_ref.rollout.n"),
     "rollout.total_rollout_steps": _SPECIAL,
     "rollout.test_freq": _SPECIAL,

@@ -407,7 +407,7 @@ def _sample_block(
     values = _gaps(sample) if colour.meaning != "log-prob" else sample.log_probs[:LONGEST]
     values = [*values, *[None] * (shown - len(values))]
     return SampleBlock(
-        f"{kind.capitalize()}: row {sample.row} of step {step}",
+        f"{kind.capitalize()}: row {sample.row + 1} of step {step}",
         tuple(facts),
         text_with_images(sample.prompt_ids, sample.images, decode),
         parts_of(sample, values, decode),

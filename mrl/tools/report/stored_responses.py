@@ -49,7 +49,7 @@ def _rollouts(folder: Path, step: int, decode: Decode | None) -> Iterator[Stored
             response = text_with_images(row["response_ids"], images, decode, begins[number])
             yield StoredResponse(
                 step,
-                number,
+                number + 1,
                 float(row["score"]),
                 "" if row["reason"] in (None, "ok") else str(row["reason"]),
                 _short(prompt),
