@@ -5,18 +5,22 @@ key. Rules are judged one by one. Where the schema refuses a part of a configura
 not read that part are still judged. A function ends where it reads a refused key. So a function holds one rule, or
 rules that read the same keys.
 
-Where layouts are judged:
+Everything that refuses a layout before a run:
 
     actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)
     batches on them      actor_rules.py
-    engines' degrees     rollout_rules.py, mrl/model/layout.py (RolloutLayout), mrl/model/vllm_parameters.py
+    engines' degrees     rollout_rules.py, mrl/model/layout.py (RolloutLayout)
     by family            family_rules.py
-    by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py, vision_rules.py
+    by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py, vision_rules.py,
+                         speculation_rules.py
     by device, version   device_rules.py
     by Megatron's keys   override_rules.py
     devices of processes mrl/model/device_grid.py
-    a sync between them  mrl/reshard/plan.py (_check_inputs)
-    memory               mrl/plan/plan_rules.py
+    weights of a worker  mrl/model/vllm_parameters.py; blocks of FP8: mrl/model/quantised_shards.py
+    a sync between them  mrl/reshard/plan.py (dtype, topology, budget, and a plan that is not proved)
+    engines' memory      mrl/plan/plan_rules.py; that of ranks is only predicted, by `mrl plan`
+
+In words, generated from the same rules: docs/layouts.md and docs/refusals.md.
 """
 
 from collections.abc import Iterator

@@ -11,6 +11,7 @@ from typing import Any
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.manifest import HF_FOLDER
 from mrl.checkpoint.open_checkpoint import Checkpoint, open_hf, open_saved
+from mrl.checkpoint.vision_tower import open_whole
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
@@ -45,6 +46,7 @@ RESULTS = "results.json"
 GENERATIONS = "generations.jsonl"
 WORK = "evaluation.tmp"  # folder within the output for what is removed at the end
 MODEL = "model"  # within it
+WHOLE = "whole"  # a trained vision tower and its text model
 IMAGES = "images"
 
 
@@ -72,6 +74,10 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         scoring = reward_spec(config.reward, prompts.data_sources)
         check_function(scoring)
         if stored := _stored_otherwise(config.model.path, checkpoint):
+            if stored.model.trained_tower is not None:  # engines read the tower of model.path
+                write_hf(stored, work / WHOLE, whole=open_whole(Path(config.model.path), stored))
+                config = with_values(config, {"model.path": str(work / WHOLE)})
+                stored = open_hf(work / WHOLE)
             write_hf(stored, work / MODEL)
             if images is None:
                 model = config.model.model_copy(update={"path": str(work / MODEL)})

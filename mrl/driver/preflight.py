@@ -182,11 +182,8 @@ def _model_of(folder: Path, model: ModelConfig, rollout: RolloutConfig) -> Model
             f"model.dtype: {model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that, or "
             "rollout.dtype to what the engines are to compute in"
         )
-    if manifest.vision is not None:
-        raise ConfigError(
-            f"{folder}: its vision tower was trained, too, which an evaluation of a checkpoint does not load yet: "
-            "write the model (mrl convert megatron-to-hf --vision-from) and give its folder as model.path"
-        )
+    if manifest.vision is not None and model.vision is None:
+        raise ConfigError(f"{folder}: its vision tower was trained, too; set model.vision as the run did")
     if model.vision is not None:
         _check_same_whole(Path(model.path), manifest, folder)
     return model_spec(manifest.hf_config)

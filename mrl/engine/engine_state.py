@@ -19,7 +19,8 @@
 * FENCED has all its memory and no version. Its weights may be half new, forgotten after a sleep, or have wrong digests.
   So they are never sampled from.
 * ASLEEP, WEIGHTS_AWAKE and FENCED refuse requests, which would wait for a sync that may never come.
-* A sleeping engine takes `wake_weights`, `give_up` and `memory`. A look, as `memory` is one, leaves a state as it is.
+* A sleeping engine takes `wake_weights`, `give_up` and `memory`. Whoever calls may ask any engine whether it is there
+  (`check_there`), and stop it.
 * `give_up` ends the requests and the version of a living engine in any state; missing memory stays missing. The engine
   can then be handed to other ranks.
 * An engine that loaded no weights of its own is FENCED from its start on.

@@ -230,7 +230,7 @@ def rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    own = {name: row.pop(name) for name in OWN_COLUMNS}
+    own = {name: row.pop(name, None) for name in OWN_COLUMNS}  # an older file may lack a column
     first = row["weight_version"][0]["version"]
     return row | {
         "weight_version": first,

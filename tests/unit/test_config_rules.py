@@ -1,11 +1,14 @@
 """Rules between keys and against the model: every broken one is told, with where it was written and what would hold."""
 
+import ast
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import mrl.config.rules
 from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
 from mrl.config.rule_row import RuleRow
@@ -45,6 +48,18 @@ def broken(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = 
 def only(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = None):
     (violation,) = broken(*overrides, model=model, recipe=recipe)
     return violation
+
+
+def test_the_list_of_what_refuses_a_layout_has_every_file_that_names_a_degree():
+    degree = re.compile(r"(actor|critic|teacher_model)\.layout|rollout\.(num_engines|\w+_parallel_size)$")
+    folder = Path(mrl.config.rules.__file__).parent
+    names = set()
+    for file in folder.glob("*_rules.py"):
+        texts = (node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant))
+        if any(isinstance(text, str) and degree.match(text) for text in texts):
+            names.add(file.name)
+    assert "speculation_rules.py" in names
+    assert {name for name in names if name not in mrl.config.rules.__doc__} == set()
 
 
 def test_a_model_may_be_run_with_more_positions_than_it_says():
