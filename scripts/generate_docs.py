@@ -78,9 +78,8 @@ def configuration() -> str:
     page = [
         _MADE,
         "# Configuration\n",
-        "Every key of a preset, a recipe or `--set`. `mrl validate CONFIG --resolved` prints all of them with their "
-        "values, and where each comes from. `~` is the home of who starts the run; a relative path begins in the "
-        "current directory.\n",
+        "Every key of a preset, a recipe or `--set`. `mrl validate CONFIG --resolved` prints all values, and where "
+        "each comes from. A relative path begins in the current directory.\n",
     ]
     for name, section, fields in sections():
         if fields:
@@ -131,25 +130,21 @@ def metrics() -> str:
 
 
 _FROM_VERL = (
-    "* **Nothing is lost silently.** Text of the script that cannot be read, a branch that cannot be decided, a "
-    "missing configuration file (`--config-name`): each is named, with the variable to give by `--set NAME=VALUE`, and "
-    "the answer is then never `valid`. Misspelt keys are named with the nearest one of verl's releases.",
-    "* **Engines.** vLLM generates in place of SGLang and TensorRT-LLM, with the same weights, sampling and limits. "
-    "Their own settings of speed are dropped; any that may change what is sampled is a loss.",
-    "* **Devices.** A script that looks for NPUs is read as on a machine with GPUs; `--set DEVICE=npu` chooses the "
-    "other branch.",
-    "* **Asynchronous trainers** become `trainer.schedule`: `one_step_off`, or `bounded`. A step "
-    "then has the samples that verl trains on between two syncs; verl's share of stale samples becomes a whole "
-    "number of steps. verl uses the engine's log-probs as "
-    "the old policy; here they are recomputed, and a correction weighs the difference.",
-    "* **Rewards.** verl's `seq_reward` includes the overlong penalty and is `reward` here. Async functions are "
-    "refused: call yours with `asyncio.run`.",
+    "* **Nothing is lost silently.** Text that cannot be read, a branch that cannot be decided and a missing "
+    "`--config-name` file are named, with the variable to give by `--set NAME=VALUE`. The answer is then never "
+    "`valid`. Misspelt keys are named with the nearest one of verl's releases.",
+    "* **Engines.** vLLM generates in place of SGLang and TensorRT-LLM, with the same weights, sampling and limits.",
+    "* **Devices.** A script that looks for NPUs is read as on GPUs; `--set DEVICE=npu` chooses the other branch.",
+    "* **Asynchronous trainers** become `trainer.schedule: one_step_off` or `bounded`. A step has the samples that "
+    "verl trains on between two syncs; verl's share of stale samples is rounded to steps. Old log-probs are "
+    "recomputed, where verl uses the engine's, and a correction weighs the difference.",
+    "* **Rewards.** verl's `seq_reward` is `reward` here. Async functions are refused: call yours with `asyncio.run`.",
     "* **Your code** is loaded only from files that a key names: rewards, losses (`algorithm.policy_loss.custom`), "
     "advantages (`algorithm.custom_advantage`), tools and environments (`rollout.turns.path`).",
     "* **Resuming.** verl's default `resume_mode: auto` is kept: a second start resumes. mrl's own default refuses a "
     "directory with a run unless `--resume` is given.",
     "* **Filters.** `top_p` and `top_k` of training responses are kept if the loss reads only training's log-probs, "
-    "verl's default; a correction or `bypass_mode` turns them off, with a warning.\n",
+    "verl's default. A correction or `bypass_mode` turns them off, with a warning.\n",
 )
 
 
@@ -157,9 +152,10 @@ def from_verl() -> str:
     """Where each key of verl's goes."""
     page = [
         _MADE, "# From verl\n",
-        "`mrl import-verl SCRIPT` imports a launch script and reports every key ([what the verdicts "
-        "mean](tutorial/from_verl.md)). A key ending in a dot covers everything below it. Implied: mrl always "
-        "does so. Not applicable: nothing is to be set. `only` X: mrl always does X, and any other value is a loss.\n",
+        "`mrl import-verl SCRIPT` imports a launch script and reports every key ([the "
+        "answers](tutorial/from_verl.md)). A key that ends in a dot covers everything below it. Implied: mrl always "
+        "does so. Not applicable: nothing is to be set. `only` X: any other value is a loss. By value: the last column "
+        "says what becomes of which.\n",
         *_FROM_VERL,
         "## Unsupported keys and values\n",
         *_table(("verl", "here", "why")),
@@ -199,11 +195,13 @@ _REFUSED = {  # what the first reason of a refusal has -> what it comes to
 }
 
 
-def _refusals(scripts: list[dict]) -> str:
+def _refusals(scripts: list[dict]) -> Iterator[str]:
     """Counts the refused scripts by what their first reason comes to, most frequent first."""
     reasons = [row["why"].partition("; ")[0] for row in scripts if row["verdict"] == "refused"]
     found = Counter(next((said for has, said in _REFUSED.items() if has in why), "other rules") for why in reasons)
-    return "; ".join(f"{said} ({count})" for said, count in found.most_common())
+    yield from _table(("first reason of a refusal", "scripts"))
+    yield from (_row(said, str(count)) for said, count in found.most_common())
+    yield ""
 
 
 def _public_scripts() -> Iterator[str]:
@@ -215,15 +213,14 @@ def _public_scripts() -> Iterator[str]:
     yield "\n## Public scripts\n"
     yield (
         f"The {len(answers)} launch scripts of {commits}, run by bash over stubs and read by the import "
-        f"(`python scripts/evidence/verl_scripts.py`). Of the {pairs:,} key=value pairs that bash passes "
-        f"{counts['same']:,} are "
-        f"read as bash has them, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)} depend "
-        f"on something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
+        f"(`python scripts/evidence/verl_scripts.py`). bash passes {pairs:,} key=value pairs: {counts['same']:,} are "
+        f"read alike, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)} depend on "
+        f"variables that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
         f"{counts.get('DIFFERENT', 0)} differ silently. Answers: "
         + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
-        + ". A loss may be a variable that is not set, or no key of verl. Refused by first reason: "
-        + f"{_refusals(found['scripts'])}.\n"
+        + ".\n"
     )
+    yield from _refusals(found["scripts"])
     if "ways" in found:
         yield from _ways_to_train(**found["ways"])
     yield from _table(("script", "answer", "why, the first reason"))
@@ -293,8 +290,8 @@ def efficiency() -> str:
     page = [
         _MADE,
         "# Efficiency of an update\n",
-        "What makes an update of a mixture of experts faster (sources: Megatron-core 0.16.1; the same is refused in "
-        "0.17.0). One H100's figures of updates: [evidence](evidence.md).\n",
+        "What makes an update of a mixture of experts faster, with Megatron-core 0.16.1 (0.17.0 refuses the same). "
+        "Figures of one H100: [evidence](evidence.md).\n",
         "| switch | set by | from | refused | presets | the plan counts |",
         "|---|---|---|---|---|---|",
     ]
@@ -309,9 +306,8 @@ def _switches_of_devices() -> str:
         lists.append(f"{device}: {', '.join(names) or 'none, since exchanges beside computing would take its cores'}")
     return (
         "**`mrl init` and presets turn on what costs nothing.** `mrl plan --search` counts the overlaps. "
-        f"{'; '.join(lists)}. What a rule refuses for a model is left out, and so is DeepEP: where experts span "
-        "nodes, the "
-        "search prints its seconds beside a layout's."
+        f"{'; '.join(lists)}. What a rule refuses for a model is left out, and so is DeepEP, whose seconds the search "
+        "prints where experts span nodes."
     )
 
 
@@ -368,9 +364,9 @@ def predictions() -> str:
         _MADE,
         "# Predictions against published runs\n",
         "What `mrl plan` predicts for published runs (`python scripts/published_runs.py`). Low and high take every "
-        "constant at the better or worse end of its range. `sequence_host` and `rest` were taken from NeMo-RL's runs, "
-        "which are thus no independent check; nor has any run of mrl on several devices been compared. A decode "
-        "step is one token of every sequence; an update is one optimizer step. Errors above 15% have a reason.\n",
+        "constant at the better or worse end of its range. Two constants, `sequence_host` and `rest`, were fitted to "
+        "NeMo-RL's runs, which are therefore no independent check. No run of mrl on several devices has been compared. "
+        "A decode step is one token of every sequence; an update is one optimizer step.\n",
         *_table(("run", "published", "low", "expected", "high", "error", "source", "missed because")),
     ]
     page += [_row(*_prediction(run)) for run in published_runs.compared()]
@@ -384,17 +380,18 @@ def predictions() -> str:
     page += [
         "",
         "## Constants\n",
-        "One value for all runs, except that `logit_passes` is 3 for pre-training, whose loss reads logits in 16 bits. "
-        "The check of `scripts/hardware` measures it; the H100's values are in `docs/results/hardware/h100.jsonl`.\n",
+        "One value for all runs. Only `logit_passes` is 3 for pre-training, whose loss reads logits in 16 bits. "
+        "The named check of `scripts/hardware` measures a constant; the H100's values are in "
+        "`docs/results/hardware/h100.jsonl`.\n",
         *_table(("constant", "value", "low", "high", "one H100", "from", "check")),
     ]
     page += [_row(*_constant(row)) for row in _source("assumptions")]
     page += [
         "",
         "## After calibrations\n",
-        "`mrl plan --calibrate` fits what runs determine, and keeps what they leave open as draws of all constants. "
-        "`mrl plan --search` orders whole steps by their mean over these, and proposes a trial: the run with the "
-        "largest expected improvement (Jones, Schonlau and Welch 1998).",
+        "`mrl plan --calibrate` fits constants to your runs and keeps a set of draws for those that the runs do not "
+        "determine. `mrl plan --search` ranks layouts by their mean over the draws. It proposes as a trial the run "
+        "with the largest expected improvement (Jones, Schonlau and Welch 1998).",
         "",
         *_calibrations(),
     ]
@@ -404,10 +401,10 @@ def predictions() -> str:
 def _calibrations() -> list[str]:
     """Says what simulations of two calibrations gave."""
     return [
-        "Simulations in which drawn constants play the cluster (`tests/unit/test_calibration.py`, marked long): the "
-        "first run is the plan's, the second one the trial after a calibration by the first, the third one the fastest "
-        "after a calibration by both. How many draws are within 5 % of the best layout, how much slower the farthest "
-        "one is, and what the trial costs, in shares of a step:",
+        "Simulations with randomly drawn constants in place of a cluster (`tests/unit/test_calibration.py`, marked "
+        "long). The first run is the plan's, the second the proposed trial, the third the fastest by both. The table "
+        "counts draws within 5 % of the best layout, how much slower the worst one is, and what the trial costs in "
+        "shares of a step:",
         "",
         *_table(("cluster", "draws", "first run", "third run", "best of the three", "farthest", "trial, on average")),
         *(_row(*map(str, row.values())) for row in _source("calibrations")),

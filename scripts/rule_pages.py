@@ -26,20 +26,18 @@ _IN_GENERAL = {  # what a message fills in for one configuration -> what it is o
 }
 _LAYOUTS = """# Layouts: what a model allows
 
-`mrl validate` checks a layout against your model and names the nearest legal values. `mrl plan --search` lists every
-layout that fits, best first:
+`mrl validate` checks a layout and names the nearest legal values. `mrl plan --search` lists every layout that fits,
+best first:
 
 ```bash
 mrl validate parallel_configs/qwen3-30b-a3b/h100-4x8.yaml --set actor.layout.expert_model_parallel_size=16
 mrl plan --search --model Qwen/Qwen3-30B-A3B --devices 32 --device h100-80g
 ```
 
-* **Ranks** (`actor.layout`): `world_size` = tensor x context x pipeline x data. Experts use the same ranks as
-  expert x expert tensor x pipeline x their own data parallelism, so EP may exceed data parallelism. `critic.layout` and
-  `distillation.teacher_model.layout` have the same rules.
+* **Ranks** (`actor.layout`): `world_size` = TP x CP x PP x DP. Experts use the same ranks as EP x expert TP x PP x
+  their own DP, so EP may exceed DP. `critic.layout` and `distillation.teacher_model.layout` have the same rules.
 * **Engines** (`rollout`): `num_engines` x `tensor_model_parallel_size` x `data_parallel_size` workers.
-  `expert_parallel_size` is 1 or all workers of an engine. Tensor parallelism stays inside a node. Ranks and engines
-  need no common degree.
+  `expert_parallel_size` is 1 or all workers of an engine. Tensor parallelism stays inside a node.
 * **Devices**: with `cluster.placement: separate` ranks and engines have their own; with `colocated` they share them.
 
 ## Degrees by model
@@ -52,25 +50,26 @@ _REFUSALS = """# What `mrl validate` refuses
 `mrl validate CONFIG` prints all violations at once, each with its key, the rule, the reason and the nearest legal
 values. `mrl train` checks the same before it starts Ray.
 
-1. **Keys**: unknown names (with the nearest one), types, limits: [every key](configuration.md).
+1. **Keys**: unknown names, types, limits: [every key](configuration.md).
 2. **Rules between keys, and between a key and the model**: below, and [layouts](layouts.md).
-3. **Settings of Megatron and vLLM** (`override_*`, `engine_kwargs`) that are unknown there, or that mrl decides.
-4. **The model's folder**: a [family](adding_a_family.md#refused-families) that is not supported, a key of config.json
-   that would change what is computed and is not read, missing or damaged files.
+3. **Settings of Megatron and vLLM** (`override_*`, `engine_kwargs`) that do not exist there, or that mrl decides.
+4. **The model's folder**: an unsupported [family](adding_a_family.md#refused-families), keys of config.json that mrl
+   does not compute, missing or damaged files.
 5. **Files**: rows, chat template, reward, loss, advantage, tools ([frequent mistakes](tutorial/first_hour.md)).
    `--check-paths` also refuses folders that are not on this host.
+6. **Engines' memory**: a `rollout.gpu_memory_utilization` that does not fit, or leaves no room for a sequence.
 
-6. **Engines' memory**: a `rollout.gpu_memory_utilization` that does not fit, or leaves no room for a sequence. Whether
-   the ranks fit, `mrl plan` says (exit code 7); the machine, `mrl doctor`.
-
-Exit code 2: the configuration; 3: data; 4: a folder or the machine.
+`mrl plan` checks whether the ranks fit (exit code 7), `mrl doctor` the machine. Exit code 2: the configuration;
+3: data; 4: a folder or the machine.
 
 ## Rules
 
-Of the rules with several conditions, which are not in the table, these are broken most often: `rollout.n` must be at
-least 2 for estimators that compare responses; `actor.ppo_mini_batch_size` must divide `data.train_batch_size`, and
-times `rollout.n` be a multiple of the data-parallel size; a token budget must hold the longest sample; a clip range
-must fit its loss.
+The table has rules with one condition. Of those with several, these are broken most often:
+
+* `rollout.n` must be at least 2 for estimators that compare responses.
+* `actor.ppo_mini_batch_size` must divide `data.train_batch_size`; times `rollout.n` it must be a multiple of DP.
+* A token budget must hold the longest sample.
+* A clip range must fit its loss.
 
 """
 

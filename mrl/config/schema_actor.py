@@ -467,8 +467,8 @@ class CriticOptimConfig(OptimConfig):
 class CriticConfig(Section):
     """The value model of algorithm.adv_estimator: gae, on the actor's ranks.
 
-    Its architecture is the actor's, with one number a token in place of the output layer. `layout` says what differs
-    from actor.layout and gives the critic process groups of its own. Left out, the critic has the actor's groups.
+    It has the actor's architecture, with one number a token in place of the output layer. `layout` names the degrees
+    that differ from actor.layout.
     """
 
     path: str | None = key(

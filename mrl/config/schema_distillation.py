@@ -8,9 +8,9 @@ from mrl.config.section import Section, key, known_name
 
 
 class TeacherConfig(Section):
-    """The teacher. It computes on the actor's ranks, in process groups of its own, and is never changed.
+    """The teacher, on the actor's ranks. It is never changed.
 
-    `layout` says what differs from actor.layout. A teacher without experts has no expert degrees of the actor's.
+    `layout` names the degrees that differ from actor.layout. A teacher without experts has no expert degrees.
     """
 
     model_path: str | None = key(
