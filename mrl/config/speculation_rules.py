@@ -175,13 +175,6 @@ SPECULATION_RULES = (
         "bits of drafts, and so of tokens, would depend on the other responses of a step",
         ("ngram",),
     ),
-    RuleRow(
-        f"{_KEY}.method",
-        lambda c, m: _uses_a_model(c, m) and c.rollout.data_parallel_size > 1,
-        "must be ngram with rollout.data_parallel_size above 1",
-        "drafting models of engines with data-parallel ranks were never seen to draft",
-        ("ngram",),
-    ),
     _where_drafted(
         f"{_KEY}.method",
         lambda c, m: c.rollout.speculation.head is not None and c.rollout.fp8_block > 0,

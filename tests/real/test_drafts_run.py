@@ -41,10 +41,28 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_steps_draft_sync_and_export_the_layer(world, tmp_path, trained):
+@pytest.mark.parametrize(
+    ("trained", "engines"),
+    [
+        pytest.param(False, {}, id="kept"),
+        pytest.param(True, {}, id="trained"),
+        # data-parallel ranks, which sleep between the steps
+        pytest.param(
+            True,
+            {
+                "cluster__placement": "colocated",
+                "cluster__n_gpus_per_node": 2,
+                "rollout__data_parallel_size": 2,
+                "rollout__expert_parallel_size": 2,
+            },
+            id="trained-engine-dp2",
+        ),
+    ],
+)
+def test_steps_draft_sync_and_export_the_layer(world, tmp_path, trained, engines):
     run_dir = tmp_path / "run"
-    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings(trained, 2)))
+    given = settings(trained, 2) | engines
+    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **given))
     rows = [row for row in metrics(run_dir) if row["training/global_step"]]
     assert [row["training/global_step"] for row in rows] == [1, 2]
     assert all(row["reshard/verified"] == 1 and row["reshard/resynced"] == 0 for row in rows)

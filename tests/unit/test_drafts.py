@@ -133,6 +133,7 @@ DEEPSEEK = replace(known_spec("DeepSeek-V3"), max_position_embeddings=256)
         (replace(GLM, family="hy_v3"), ["tokens: 1"], "must be ngram for hy_v3"),
         (replace(GLM, fp8_block=(128, 128)), ["tokens: 1"], None),  # a sync brings what the files have in another form
         (GLM, ["tokens: 1", "cluster.placement=colocated", "cluster.device=cuda"], None),  # and what a sleep forgets
+        (GLM, ["tokens: 1", *RANKS, "cluster.device=cuda"], None),
     ],
 )
 def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, overrides, words):
@@ -146,7 +147,6 @@ def test_a_models_own_layers_draft_where_it_has_some_that_were_tried(model, over
     [
         (["reshard.path=slow"], "reshard.path"),
         (["actor.lora.rank=4", "actor.mtp={train: true}"], "actor.mtp.train"),
-        ([*RANKS, "cluster.device=cuda"], "rollout.speculation.method"),
     ],
 )
 def test_layers_that_draft_are_moved_shard_to_shard_and_trained_whole(overrides, field):
