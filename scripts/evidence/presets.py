@@ -1,6 +1,6 @@
 """Every preset for a cluster beside the fastest run that the planner finds for its devices, batch and limits.
 
-    python scripts/evidence/presets.py [--out FILE] [PRESET ...]
+    python scripts/evidence/presets.py --out FILE [PRESET ...]
 
 Seconds are predictions of a step without its sync.
 """
@@ -27,7 +27,7 @@ from mrl.tools.search import search
 from mrl.tools.search_report import search_problem
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER, OUT = ROOT / "parallel_configs", ROOT / "docs" / "results" / "presets.json"
+FOLDER = ROOT / "parallel_configs"
 SLOWER = "# Slower than the planner's best: "
 
 
@@ -94,11 +94,10 @@ def main() -> None:
     """Writes the rows as they come, worst first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", default=names())
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", action="store_true", help="rows of presets that are not named stay as stored")
     options = parser.parse_args()
-    found = facts("scripts/evidence/presets.sh")
-    found |= {"depends": ["mrl/plan", "mrl/tools", "mrl/model", "parallel_configs"]}
+    found = facts("python scripts/evidence/presets.py --out FILE")
     rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"] if options.keep else []
     for name in options.presets:
         row = row_of(name)

@@ -44,7 +44,7 @@ PLAIN = [
 
 @pytest.mark.parametrize("name", [SMALL, "qwen3-8b/h100-1x8"])
 def test_a_preset_is_near_the_best_that_the_planner_finds(name):
-    """The two that take least time, together within ten seconds; scripts/evidence/presets.sh has them all."""
+    """The two that take least time, together within ten seconds; scripts/evidence/presets.py has them all."""
     begun = time.process_time()  # of this process alone, however busy the machine is
     row = presets.row_of(name)
     assert time.process_time() - begun < 5
