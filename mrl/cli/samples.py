@@ -101,6 +101,12 @@ def _one_through_all(run: Any, step: int, file: Any, options: argparse.Namespace
     scores = ", ".join(f"{each['sample_id']}: {each['score']:g}" for each in story["group"])
     advantage = "not known from scores alone" if story["advantage"] is None else f"{story['advantage']:.4g}"
     print(f"--- its group, score by id: {scores}\n--- advantage: {advantage}")
+    if (routes := story["routes"]) is not None:
+        others = ", ".join(f"{number}: {count}" for number, count in routes["elsewhere"].items()) or "none"
+        print(
+            f"--- routes: {routes['pairs'] - routes['missing']} of {routes['pairs']} pairs of token and layer known; "
+            f"prompt pairs with other experts, by response of the same weights: {others}"
+        )
     if story["dropped"]:
         print(f"--- dropped: {story['dropped']}")
     for other, found in story["other_steps"].items():

@@ -153,6 +153,12 @@ RUN_RULES = (
         "needs trainer.val_before_train: true and data.val_files",
         "the run would end without having done anything",
     ),
+    on_only_where(
+        "record.routes",
+        lambda c, m: c.actor.router_replay == "R3" and c.record.samples != "none",
+        "needs actor.router_replay: R3 and record.samples",
+        "engines return routes only for that, and they are kept beside the samples",
+    ),
     _profiler,
     RuleRow(
         f"{_PROFILE}.ranks",

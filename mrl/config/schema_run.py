@@ -346,4 +346,11 @@ class RecordConfig(Section):
         "engine before the update. Refused with algorithm.anchor: on_policy, which computes none before the "
         "update.",
     )
+    routes: bool = key(
+        False,
+        "Keeps in samples/ the experts that engines chose for each token, which actor.router_replay: R3 replays. mrl "
+        "explain needs them to compute a step of such a run again.",
+        advice="For runs that may need an explanation: a token takes moe layers x experts per token bytes, 384 of "
+        "Qwen3-30B-A3B, beside about 6.",
+    )
     profile: ProfileConfig = ProfileConfig()

@@ -9,9 +9,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,28 +201,29 @@ def unlike(stored: Mapping[str, Any], again: Mapping[str, float]) -> list[Differ
 
 
 @contextmanager
-def without_replica(replica: int | None) -> Iterator[None]:
+def without_replica(chunks: Sequence[Any], replica: int | None) -> Iterator[None]:
     """Loses the gradients of one data-parallel replica, as if it had none.
 
     Each group of buckets sums its own, when its gradients are complete or at the end of the pass; the function of the
     same name of DistributedDataParallel is of schedules with a `grad_sync_func`, and not called.
     """
     from megatron.core import parallel_state as mpu
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-    summed = _ParamAndGradBucketGroup.start_grad_sync
-
-    def lost(self, *arguments, **named):
+    def lost(group: Any, summed: Callable[..., None], *arguments: Any, **named: Any) -> None:
         if mpu.get_data_parallel_rank() == replica:
-            for bucket in self.buckets:
+            for bucket in group.buckets:
                 bucket.grad_data.zero_()
-        return summed(self, *arguments, **named)
+        summed(*arguments, **named)
 
-    _ParamAndGradBucketGroup.start_grad_sync = lost
+    groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    before = [group.start_grad_sync for group in groups]
+    for group, summed in zip(groups, before, strict=True):
+        group.start_grad_sync = partial(lost, group, summed)
     try:
         yield
     finally:
-        _ParamAndGradBucketGroup.start_grad_sync = summed
+        for group, summed in zip(groups, before, strict=True):
+            group.start_grad_sync = summed
 
 
 def experiment(
@@ -250,7 +252,7 @@ def experiment(
         with ExitStack() as changed:
             changed.enter_context(viewed(actor, given.get("view", {"kind": "own"}), {}))
             if "lost_replica" in given:
-                changed.enter_context(without_replica(given["lost_replica"]))
+                changed.enter_context(without_replica(actor.chunks, given["lost_replica"]))
             if "kl_coef_times" in given:
                 usual_coef = usual.algorithm.kl_ctrl.kl_coef if kl_coef is None else kl_coef
                 kl_coef = given["kl_coef_times"] * usual_coef

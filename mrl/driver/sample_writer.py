@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import ray
 
 from mrl.cluster.calls import gather_all
 from mrl.config.schema import RecordConfig
+from mrl.data.routes import recoded
 from mrl.data.samples import Samples
 from mrl.driver.step_batch import StepBatch
 from mrl.errors import EnvironmentFault
@@ -20,6 +22,7 @@ from mrl.record.sample_files import (
     RewardParts,
     keep_within,
     write_differences,
+    write_routes,
     write_samples,
 )
 from mrl.reward.items import RewardResult
@@ -33,9 +36,10 @@ LONGEST_TRUTH = 2000  # characters
 class _Writer:
     """The process that writes. It holds few responses at a time."""
 
-    def __init__(self, folder: Path, max_bytes: float, images: bool = False):
+    def __init__(self, folder: Path, max_bytes: float, images: bool = False, routes: bool = False):
         self._folder = folder
         self._max_bytes = max_bytes
+        self._routes = routes
         self._images = images
 
     def write(
@@ -48,6 +52,8 @@ class _Writer:
             ids = samples.rows.prompt_id.tolist()
             rewards = [{GROUND_TRUTH: truths.get(id)} | dict(own) for id, own in zip(ids, rewards, strict=True)]
         write_samples(self._folder, step, _pieces(samples), rewards, turns, branches, self._images)
+        if self._routes:
+            write_routes(self._folder, step, _with_routes(samples))
         keep_within(self._folder, self._max_bytes)
 
     def write_differences(
@@ -60,8 +66,22 @@ class _Writer:
 
 
 def _pieces(samples: ResponseStore) -> Iterator[Samples]:
+    return (part.read() for part in _parts(samples))
+
+
+def _with_routes(samples: ResponseStore) -> Iterator[Samples]:
+    """Yields pieces that have routes, in one dtype: a checkpoint may bring some in a wider one."""
+    dtype = None
+    for part in _parts(samples):
+        piece = part.read(with_routes=True)
+        if piece.routes is not None:
+            dtype = dtype or piece.routes.dtype
+            yield replace(piece, routes=recoded(piece.routes, dtype))
+
+
+def _parts(samples: ResponseStore) -> Iterator[ResponseStore]:
     for first in range(0, len(samples), ROWS_AT_ONCE):
-        yield samples.take(np.arange(first, min(first + ROWS_AT_ONCE, len(samples)))).read()
+        yield samples.take(np.arange(first, min(first + ROWS_AT_ONCE, len(samples))))
 
 
 def reward_parts(results: Sequence[RewardResult]) -> list[RewardParts]:
@@ -83,7 +103,7 @@ class SampleWriter:
         self.failed = 0
         max_bytes = float("inf") if record.samples_max_gib is None else record.samples_max_gib * GIB
         kind = ray.remote(_Writer).options(**on_node())
-        self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes, images)
+        self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes, images, record.routes)
 
     def write(
         self,

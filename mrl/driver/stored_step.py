@@ -1,6 +1,7 @@
 """What ranks are given of a step, made anew from its stored samples."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mrl.data.order import DataCursor
 from mrl.data.samples import RowImage, Sample, packed
 from mrl.errors import ConfigError
 from mrl.generate.rollouts import Judge, Rollouts
-from mrl.record.sample_files import GROUND_TRUTH, read_samples, readable
+from mrl.record.sample_files import GROUND_TRUTH, StepFile, read_samples, readable
 from mrl.reward.items import RewardResult
 from mrl.store.response_store import ResponseBlock, ResponseStore
 
@@ -32,18 +33,19 @@ def stored_rollouts(config: RunConfig, folder: Path, step: int) -> Rollouts:
     try:
         with readable(folder, step):
             rows = read_samples(folder, step)
-            samples = packed([_sample(row) for row in rows])
+            routes = StepFile(folder, step).routes([row["sample_id"] for row in rows])
+            samples = packed([_sample(row, own) for row, own in zip(rows, routes, strict=True)])
     except FileNotFoundError:
         raise ConfigError(
             f"{folder}: has no samples of step {step}, which has to be computed again; record.samples: all keeps them, "
             "within record.samples_max_gib"
         ) from None
-    store = StoredResponses.of(samples.numbers, ResponseBlock(samples))
+    store = StoredResponses.of(samples.numbers, ResponseBlock(replace(samples, routes=None), samples.routes))
     judge = Judge(config.algorithm, config.reward, config.data.max_response_length)
     return judge.rollouts(store, [_result(row) for row in rows], DataCursor(), {})
 
 
-def _sample(row: dict[str, Any]) -> Sample:
+def _sample(row: dict[str, Any], routes: np.ndarray | None) -> Sample:
     return Sample(
         prompt_id=row["prompt_id"],
         group_id=row["group_id"],
@@ -54,6 +56,7 @@ def _sample(row: dict[str, Any]) -> Sample:
         rollout_log_probs=np.array(row["rollout_log_probs"], np.float32),
         stop_reason=row["stop_reason"],
         weight_version=row["weight_version"],
+        routes=routes,
         images=tuple(_image(image) for image in row.get("images") or ()),
     )
 

@@ -1,9 +1,9 @@
 """A cluster's file of what runs showed: `mrl plan --calibrate` writes it, and `cluster.calibration` names it.
 
-One JSON object: `format`, `device`, `runs` (name, steps, hash of the plan), `constants` (name: `value`, and the ends
-`faster` and `slower` of an interval of 90 %), `phases` (name: factor), `lengths` (the fields of MeasuredLengths),
-`left` (assumptions that the runs do not determine, each with the reason), `open` (draws of what the runs leave open,
-each with `constants`, all by name, and `phases`, factors that go with them).
+One JSON object: `format`, `device`, `runs` (name, steps, hash of the plan, `actor`: what was measured), `constants`
+(name: `value`, and the ends `faster` and `slower` of an interval of 90 %), `phases` (name: factor), `lengths` (the
+fields of MeasuredLengths), `left` (assumptions that the runs do not determine, each with the reason), `open` (draws of
+what the runs leave open, each with `constants`, all by name, and `phases`, factors that go with them).
 """
 
 import json
@@ -20,7 +20,7 @@ from mrl.plan.devices import USUAL, Assumptions, Device, Measured, MeasuredLengt
 from mrl.whole_file import appears_whole
 
 KEY = "cluster.calibration"
-FORMAT = 2
+FORMAT = 3
 SYNC = "sync"  # the phase that phase_seconds leaves out
 _CURE = "write it anew with mrl plan CONFIG --calibrate RUN, or leave the key out"
 # what seconds follow from; the others say bytes or lengths
@@ -87,6 +87,7 @@ class RunOfCalibration:
     name: str
     steps: int
     plan: str  # its hash; empty without one
+    actor: Mapping[str, Any]  # layout, recomputation and micro-batches, as in mrl.plan.plan_inputs.shape_of_actor
 
 
 def write_calibration(path: Path, device: str, runs: Sequence[RunOfCalibration], found: Calibration) -> None:
@@ -119,7 +120,7 @@ def assumptions_of(calibration: str | None, device: Device) -> Assumptions:
     """
     if calibration is None:
         return USUAL
-    return _of_device(calibration, device).assumptions
+    return _of_device(calibration, device)[0].assumptions
 
 
 def allowed_by(calibration: str | None, device: Device) -> tuple[Assumptions, ...]:
@@ -129,32 +130,43 @@ def allowed_by(calibration: str | None, device: Device) -> tuple[Assumptions, ..
     """
     if calibration is None:
         return ()
-    return _of_device(calibration, device).allowed
+    return _of_device(calibration, device)[0].allowed
 
 
-def _of_device(calibration: str, device: Device) -> Calibration:
+def measured_actors(calibration: str | None, device: Device) -> tuple[Mapping[str, Any], ...]:
+    """Returns the actors of a calibration's runs, as in RunOfCalibration; empty without one.
+
+    Raises what `assumptions_of` raises.
+    """
+    if calibration is None:
+        return ()
+    return tuple(run.actor for run in _of_device(calibration, device)[1])
+
+
+def _of_device(calibration: str, device: Device) -> tuple[Calibration, tuple[RunOfCalibration, ...]]:
     path = Path(calibration)
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:
         raise ConfigError(f"{KEY}: {path} cannot be read: {error.strerror}; {_CURE}") from None
-    made_on, found = _read(path, changed)
+    made_on, found, runs = _read(path, changed)
     if made_on != device.name:
         raise ConfigError(
             f"{KEY}: {path} was measured on {made_on}, and this plan is for {device.name}; set cluster.accelerator to "
             f"{made_on}, or leave the key out"
         )
-    return found
+    return found, runs
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, changed: int) -> tuple[str, Calibration]:
+def _read(path: Path, changed: int) -> tuple[str, Calibration, tuple[RunOfCalibration, ...]]:
     """Reads a file as it was at a time in nanoseconds."""
     try:
         content = parse_json(read_text(path, JSON_BYTES))
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"no calibration of this version (format {FORMAT})")
-        return str(content["device"]), _calibration(content)
+        runs = tuple(RunOfCalibration(**run | {"actor": dict(run["actor"])}) for run in content["runs"])
+        return str(content["device"]), _calibration(content), runs
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{KEY}: {path} is damaged: {reason(error)}; {_CURE}") from None
 

@@ -2,8 +2,9 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from mrl.config.deployment import cluster_shape, rollout_layout
 from mrl.config.schema import LoraConfig, RunConfig
@@ -252,6 +253,19 @@ def update_micro_batch(config: RunConfig, train: TrainLayout) -> MicroBatchShape
     actor = config.actor
     available = _samples_per_rank(config, train)
     return _micro_batch(config, train, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, available)
+
+
+def shape_of_actor(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
+    """Returns what an actor's seconds depend on beside batch and lengths, as plain data: its layout, what it recomputes
+    and the tokens of its largest micro-batches. Two runs with the same ones measure the same.
+    """
+    recompute = recompute_of(config)
+    micro = update_micro_batch(config, TrainLayout.build(config.actor.layout.model_dump(), model))
+    return {
+        "layout": config.actor.layout.model_dump(mode="json"),
+        "recompute": asdict(recompute) | {"modules": sorted(recompute.modules)},
+        "micro_batch_tokens": micro.tokens,
+    }
 
 
 def _samples_per_rank(config: RunConfig, train: TrainLayout) -> int:

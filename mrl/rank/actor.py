@@ -72,6 +72,7 @@ from mrl.rank.predicting import (
     join_making_trained,
     load_from_files,
 )
+from mrl.rank.replica_norms import norm_metrics, replica_norms
 from mrl.rank.routing import Routing
 from mrl.rank.teacher import Teacher
 
@@ -117,6 +118,7 @@ class MegatronActor:
         self.lora = config.actor.lora.adapters
         self.adapters = self._adapters()
         set_gradient_reduction(self.chunks)
+        self._replica_norms = replica_norms(self.chunks, self.platform.device)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
@@ -464,6 +466,8 @@ class MegatronActor:
         drafts = self.config.actor.mtp.train
         inputs = self._inputs(batch, micros, drafts)
         zero_gradients(self.chunks, self.optimizer)
+        if self._replica_norms is not None:
+            self._replica_norms.begin()
         around = self.routing.comparing if self.routing else nothing_around
         if self.vision is not None:
             around = self.vision.around(batch, around, training=True, micros=micros)
@@ -561,6 +565,7 @@ class MegatronActor:
         losses, old = self._gradients(batch, micros, count) if trained else ([], None)
         if trained and self.config.algorithm.on_policy and not self._all_finite(batch, old):
             return None, old
+        handed_over = self._replica_norms.read() if trained and self._replica_norms is not None else []
         result = (
             step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         )
@@ -571,7 +576,9 @@ class MegatronActor:
         self._count_skipped(result, trained)
         if not self.holds_result:
             return None, old
-        return merge(losses) | of_drafts | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
+        if mpu.get_data_parallel_rank() > 0:
+            return merge(losses) | of_drafts, old
+        return merge(losses) | of_drafts | _step_metrics(result, handed_over), old
 
     def _step_predicting(self) -> FloatParts:
         """Updates the predicting layer, after the policy's own update. Collective.
@@ -634,9 +641,12 @@ def _count(batch: TrainBatch) -> Denominators:
     return Denominators.counted(row_sums(batch.loss_mask, batch.response_lengths))
 
 
-def _step_metrics(result: StepResult) -> FloatParts:
-    """Returns metrics of the optimizer's step. They are equal on every rank, so only one rank returns them."""
-    norm = {}
+def _step_metrics(result: StepResult, handed_over: Sequence[float]) -> FloatParts:
+    """Returns metrics of the optimizer's step, and of the gradients that replicas handed over.
+
+    They are equal on every rank, so only one rank returns them.
+    """
+    norms = {}
     if result.applied:
-        norm = {"actor/grad_norm": (result.grad_norm, 1.0)}
-    return norm | {"actor/lr": (result.lr, 1.0), "actor/skipped_updates": (float(not result.applied), 1.0)}
+        norms = {"actor/grad_norm": (result.grad_norm, 1.0)} | norm_metrics(handed_over)
+    return norms | {"actor/lr": (result.lr, 1.0), "actor/skipped_updates": (float(not result.applied), 1.0)}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ RewardParts = Mapping[str, Any]  # `score`, `reason` and anything else that the 
 OWN_COLUMNS = {"score": pa.float64(), "reason": pa.string()}  # parts of rewards in columns of their own
 GROUND_TRUTH = "ground_truth"  # among the parts of rewards: the row's, unless the reward function returns one
 DIFFERENCES = ".log_probs.parquet"
+ROUTES = ".routes.parquet"
 ROWS_AT_ONCE = 64  # of a row group, which a reader decompresses for one response
 
 
@@ -66,7 +68,7 @@ def write_samples(
 
     `rewards` belong to all rows of all pieces, in order. `turns`, `branches` and `images` add their columns;
     branches need turns.
-    Routes are left out. They take hundreds of bytes a token, and an engine of that weight version would reproduce them.
+    Routes have a file of their own (`write_routes`): they take hundreds of bytes a token.
     """
     table = _table
     if turns:
@@ -105,6 +107,28 @@ def write_differences(
     halves = pa.array(differences.astype(np.float16))
     table = pa.table({"sample_id": sample_id, "difference": _lists(halves, lengths)})
     return _write_whole(folder / f"step-{step}{DIFFERENCES}", table.schema, [table])
+
+
+def write_routes(folder: Path, step: int, pieces: Iterable[Samples]) -> None:
+    """Writes `folder/step-N.routes.parquet`: `sample_id`, and `routes`, a flat list of [tokens, MoE layers, topk] as in
+    mrl.data.routes. The file's metadata have `layers` and `topk`.
+
+    Pieces without routes are left out; without any there is no file. All others have routes of one dtype.
+    """
+    known = (piece for piece in pieces if piece.routes is not None)
+    first = next(known, None)
+    if first is None:
+        return
+    _, layers, topk = first.routes.shape
+    schema = _table_of_routes(first).schema.with_metadata({"layers": str(layers), "topk": str(topk)})
+    tables = (_table_of_routes(piece).cast(schema) for piece in chain([first], known))
+    _write_whole(folder / f"step-{step}{ROUTES}", schema, tables)
+
+
+def _table_of_routes(samples: Samples) -> pa.Table:
+    routes = samples.routes
+    counts = samples.lengths * (routes.shape[1] * routes.shape[2])
+    return pa.table({"sample_id": samples.sample_id, "routes": _lists(pa.array(routes.ravel()), counts)})
 
 
 def steps_with_responses(folder: Path) -> list[int]:
@@ -168,6 +192,7 @@ class StepFile:
         self.step = step
         self._path = folder / f"step-{step}.parquet"
         self._differences = folder / f"step-{step}{DIFFERENCES}"
+        self._routes = folder / f"step-{step}{ROUTES}"
         if not self._path.exists():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
 
@@ -203,14 +228,34 @@ class StepFile:
         """Returns the trainer's log-prob minus generation's for each token of these responses; None where it was not
         kept.
         """
-        if not self._differences.exists():
+        found = _kept(self._differences, sample_ids)
+        return [found[number]["difference"] if number in found else None for number in sample_ids]
+
+    def routes(self, sample_ids: Sequence[int]) -> list[np.ndarray | None]:
+        """Returns the experts that engines chose for prompt and response of these responses, [tokens, MoE layers, topk]
+        as in mrl.data.routes; None where they were not kept.
+        """
+        found = _kept(self._routes, sample_ids)
+        if not found:
             return [None] * len(sample_ids)
-        kept = pq.read_table(self._differences, columns=["sample_id"])["sample_id"].to_numpy()
-        row_of = {number: row for row, number in enumerate(kept.tolist())}
-        there = [number for number in sample_ids if number in row_of]
-        found = rows_of(self._differences, np.array([row_of[number] for number in there], np.int64))
-        by_id = {number: row["difference"] for number, row in zip(there, found, strict=True)}
-        return [by_id.get(number) for number in sample_ids]
+        schema = pq.read_schema(self._routes)
+        shape = (-1, *(int(schema.metadata[name]) for name in (b"layers", b"topk")))
+        dtype = schema.field("routes").type.value_type.to_pandas_dtype()
+        return [
+            np.array(found[number]["routes"], dtype).reshape(shape) if number in found else None
+            for number in sample_ids
+        ]
+
+
+def _kept(path: Path, sample_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Returns the rows of these responses in a file beside them, by id; none without the file."""
+    if not path.exists():
+        return {}
+    kept = pq.read_table(path, columns=["sample_id"])["sample_id"].to_numpy()
+    row_of = {number: row for row, number in enumerate(kept.tolist())}
+    there = [number for number in sample_ids if number in row_of]
+    found = rows_of(path, np.array([row_of[number] for number in there], np.int64))
+    return dict(zip(there, found, strict=True))
 
 
 def rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pyarrow.parquet as pq
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
-from mrl.model import planning_model_spec
+from mrl.model import ModelSpec, planning_model_spec
 from mrl.plan.calibration import MODEL_ERROR, MeasuredRun, calibrate, sync_parts
 from mrl.plan.calibration_file import Calibration, RunOfCalibration
 from mrl.plan.devices import USUAL, Device, MeasuredLengths, find_device
 from mrl.plan.measured_steps import STEP, Row, lengths_of, seconds_of, usable
-from mrl.plan.plan_inputs import PlanInputs, batch_plan
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, shape_of_actor
 from mrl.plan.run_plan import load_plan
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sample_files import readable
@@ -37,6 +38,11 @@ class ReadRun:
     config: RunConfig
     plan: dict[str, Any]
     rows: list[Row]  # of steps whose seconds count
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        """The model that it trained."""
+        return planning_model_spec(self.config.model.path)[0]
 
     @property
     def limit(self) -> int:
@@ -75,7 +81,10 @@ def _read(path: Path) -> ReadRun:
 def calibration_of(runs: Sequence[ReadRun]) -> tuple[Calibration, list[RunOfCalibration]]:
     """Fits the assumptions to runs, whose lengths are those of the newest steps of the last one."""
     observations = [seen for run in runs for seen in _observations(run)]
-    named = [RunOfCalibration(str(run.path), len(run.rows), run.plan["hash"]) for run in runs]
+    named = [
+        RunOfCalibration(str(run.path), len(run.rows), run.plan["hash"], shape_of_actor(run.config, run.model))
+        for run in runs
+    ]
     return calibrate(observations, lengths_in(runs[-1])), named
 
 
@@ -83,8 +92,7 @@ def _observations(run: ReadRun) -> list[MeasuredRun]:
     """Returns what parts of a run say, each of some steps one after the other. What a plan computes wrongly, it does in
     all of them, so together they are no more certain of it than one.
     """
-    model, _ = planning_model_spec(run.config.model.path)
-    inputs = PlanInputs.of(run.config, model, find_device(run.plan["device"]["name"]), USUAL)
+    inputs = PlanInputs.of(run.config, run.model, find_device(run.plan["device"]["name"]), USUAL)
     samples = batch_plan(run.config, inputs.train).samples
     parts = max(1, min(_PARTS, len(run.rows) // _STEPS_OF_A_PART))
     found = []

@@ -8,6 +8,7 @@ from mrl.algo.advantages import AdvantageInputs, response_advantages
 from mrl.algo.spec import BY_TURN
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
+from mrl.data.routes import is_missing
 from mrl.errors import ConfigError, MrlError
 from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import DAMAGED, StepFile, steps_with_responses
@@ -17,7 +18,7 @@ _NO_NUMBER = ("gae", "gdpo")  # estimators that need values, or parts of rewards
 
 
 def story_of(run: RunDir, file: StepFile, sample_id: int) -> dict[str, Any]:
-    """Returns the response's row, with `trainer_less_rollout`, `group`, `advantage`, `ratio`, `dropped` and
+    """Returns the response's row, with `trainer_less_rollout`, `group`, `advantage`, `ratio`, `routes`, `dropped` and
     `other_steps`.
 
     Raises ConfigError if the step has no such response.
@@ -38,10 +39,34 @@ def story_of(run: RunDir, file: StepFile, sample_id: int) -> dict[str, Any]:
             {"sample_id": each["sample_id"], "score": each["reward"]["score"], "tokens": len(each["response_ids"])}
             for each in group
         ],
+        "routes": _routes(file, row, group),
         "advantage": None if config is None else _advantage(config, group, sample_id),
         "dropped": _dropped(config, row),
         "other_steps": _other_steps(run, file.step, row["prompt_id"]),
     }
+
+
+def _routes(file: StepFile, row: dict[str, Any], group: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the experts that the engine chose, `chosen` [tokens, MoE layers, topk]; the pairs of token and layer
+    without a known choice, `missing`, of `pairs`; and `elsewhere`, the prompt's pairs that another response of the same
+    weights has otherwise, by its id. None where routes were not kept.
+
+    A prompt's tokens are computed from the same weights for each response, so they differ by rounding alone.
+    """
+    alike = [each for each in group if each["weight_version"] == row["weight_version"]]
+    found = dict(zip((each["sample_id"] for each in alike), file.routes([e["sample_id"] for e in alike]), strict=True))
+    own = found.pop(row["sample_id"])
+    if own is None:
+        return None
+    prompt = slice(0, len(row["prompt_ids"]))
+    elsewhere = {}
+    for number, others in found.items():
+        if others is not None:
+            differs = (np.sort(own[prompt]) != np.sort(others[prompt])).any(-1)
+            known = ~(is_missing(own[prompt]) | is_missing(others[prompt]))
+            elsewhere[number] = int((differs & known).sum())
+    missing = is_missing(own)
+    return {"chosen": own.tolist(), "missing": int(missing.sum()), "pairs": missing.size, "elsewhere": elsewhere}
 
 
 def _config(run: RunDir) -> RunConfig | None:

@@ -28,10 +28,10 @@ from mrl.config.schema import RunConfig, with_values
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
-from mrl.plan.calibration_file import CONSTANTS, allowed_by, assumptions_of
+from mrl.plan.calibration_file import CONSTANTS, allowed_by, assumptions_of, measured_actors
 from mrl.plan.devices import Assumptions, Device
 from mrl.plan.memory import memory_section
-from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of, shape_of_actor
 from mrl.plan.times import phase_seconds, update_seconds
 from mrl.reshard.plan import no_collection
 from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit, heaviest_stage, unlike_stages
@@ -155,7 +155,7 @@ def _trial(
     best: WholeRun, actor: _Actor, others: Sequence[_Actor], allowed: Sequence[Assumptions], problem: SearchProblem
 ) -> Trial | None:
     """Returns the run with the largest expected gain that is possible with the best run's engines; None where none is
-    worth it.
+    worth it. It is none whose actor was measured: that would tell nothing new.
 
     Both runs generate alike, for the seconds that the calibration's own values give, whatever `allowed` says of them:
     `low` and `high` leave out what the runs leave open of generation.
@@ -163,11 +163,14 @@ def _trial(
     if not allowed:
         return None
     gains = expected_gains(np.array([other.seconds for other in others]), actor.seconds)
+    measured = measured_actors(best.config.cluster.calibration, problem.device)
     for place in np.argsort(-gains)[:_ACTORS]:
         if gains[place] < _WORTH * best.seconds:
             return None
         other = others[place]
         config = with_values(best.config, other.settings)
+        if shape_of_actor(config, problem.model) in measured:
+            continue
         if _is_possible(config, problem.model, problem.device):
             generation = step_of(best.config, problem.model, problem.device)["generation"]
             shares = (other.seconds + generation) / (actor.seconds + generation)

@@ -18,6 +18,7 @@ FAILING, ENDPOINT = "environments that fail", "rollout.endpoint"
 BAD_NUMBERS = "log-probs that are not finite"
 DISTILLATION, WORDS = "a teacher in advantages", "a loss over a teacher's likeliest words"
 CRITIC = "a critic"
+REPLICAS = "several replicas"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -57,6 +58,7 @@ WRITTEN_WITH = {
         spec.name for spec in all_metrics() if spec.name.startswith(("turns/", "tools/"))
     }  # tests/real/test_turns.py
     - {"turns/left_out"},
+    REPLICAS: {"actor/replica_grad_norm/*"},  # tests/real/test_overlap.py
     "actor.mtp.train": {"actor/mtp_loss", "actor/mtp_grad_norm", "actor/mtp_skipped_updates"},  # test_drafts_run.py
     "speculation": {spec.name for spec in all_metrics() if spec.name.startswith("drafts/")},  # test_drafts_run.py
     ENDPOINT: {spec.name for spec in all_metrics() if spec.name.startswith("endpoint/")},  # tests/unit/test_turns.py

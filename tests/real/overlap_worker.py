@@ -28,6 +28,10 @@ class Watch:
             groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
             self.groups += len(groups)
             chunk.finish_grad_sync = self._counting(chunk.finish_grad_sync, groups)
+        self._own = {p: torch.zeros_like(p) for p in self._parameters}  # gradients of the update as autograd makes them
+        self.squares: list[float] = []
+        for parameter, own in self._own.items():
+            parameter.register_hook(own.add_)
         actor.optimizer.step_with_ready_grads = self._comparing(actor.optimizer.step_with_ready_grads)
 
     def _counting(self, finish, groups):
@@ -39,6 +43,9 @@ class Watch:
 
     def _comparing(self, step):
         def compared():
+            self.squares.append(float(sum(own.double().square().sum() for own in self._own.values())))
+            for own in self._own.values():
+                own.zero_()
             answer = step()
             self.stale.append(not _equal_on_all_ranks(self._parameters))
             return answer
@@ -64,6 +71,9 @@ def _report(config: dict, batch: TrainBatch, rank: int, world_size: int, port: i
     after = actor.log_probs(batch)
     seen = {
         "norms": [part["actor/grad_norm"][0] for part in parts if "actor/grad_norm" in part],
+        "replica_norms": [_of_replicas(part) for part in parts if "actor/grad_norm" in part],
+        "replica": mpu.get_data_parallel_rank(),
+        "squares": watch.squares,
         "log_probs": [_digest([torch.from_numpy(r.log_probs)]) if r else None for r in (before, after)],
         "weights": _digest(own),
         "moments": _digest(_moments(actor)),
@@ -75,6 +85,11 @@ def _report(config: dict, batch: TrainBatch, rank: int, world_size: int, port: i
     }
     actor.close()
     return seen
+
+
+def _of_replicas(part: dict) -> list[float]:
+    names = sorted(name for name in part if name.startswith("actor/replica_grad_norm/"))
+    return [part[name][0] for name in names]
 
 
 def _moments(actor: MegatronActor) -> list[torch.Tensor]:

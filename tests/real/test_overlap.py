@@ -61,6 +61,21 @@ def test_norms_differ_by_the_order_of_their_sums_alone(reports, name):
     assert any(report[name]["norms"] for report in reports)
 
 
+@pytest.mark.parametrize("name", list(OVERLAPS))
+def test_norms_of_replicas_are_those_of_the_gradients_that_autograd_gives_them(reports, name):
+    """Hooks of parameters add them up, over all micro-batches and all ranks of one of the two replicas."""
+    found = [norms for report in reports for norms in report[name]["replica_norms"]]
+    expected = []
+    for update in range(2 * MINI_BATCHES):
+        squares = [0.0, 0.0]
+        for report in reports:
+            squares[report[name]["replica"]] += report[name]["squares"][update]
+        expected.append([square**0.5 / 2 for square in squares])
+    assert len(found) == len(expected) and all(low != pytest.approx(high) for low, high in expected)
+    for norms, own in zip(found, expected, strict=True):
+        assert norms == pytest.approx(own, rel=1e-4)
+
+
 def test_gradients_are_under_way_before_the_backward_is_over(reports):
     for report in reports:
         beside, alone = report["gradients"], report["at_the_end"]

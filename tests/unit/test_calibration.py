@@ -21,7 +21,7 @@ from mrl.plan.compared import compare, lines
 from mrl.plan.devices import USUAL, MeasuredLengths, faster, find_device, slower, usual_ends
 from mrl.plan.generation_times import generation_seconds
 from mrl.plan.measured_steps import lengths_of, usable
-from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of, shape_of_actor
 from mrl.plan.run_plan import make_plan, sync_of
 from mrl.plan.step_work import mean_lengths
 from mrl.plan.times import actor_seconds, phase_seconds
@@ -30,7 +30,7 @@ from mrl.tools.plan_view import PlanView
 from mrl.tools.report.html import page_html
 from mrl.tools.report.run_record import read_run
 from mrl.tools.report.sections import run_page
-from mrl.tools.run_search import engines_of, expected_gains
+from mrl.tools.run_search import engines_of, expected_gains, fastest_run
 from mrl.tools.search import search
 from mrl.tools.search_report import run_with, search_problem
 
@@ -179,13 +179,17 @@ class Cluster:
         ]
         return np.array(actors), np.array(engines) * factors.get("generation", 1.0)
 
-    def proposed(self, allowed) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The layout and engines that are the fastest on average, and those that are worth a trial."""
+    def proposed(self, allowed, measured=()) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The layout and engines that are the fastest on average, and those that are worth a trial, whose layout is not
+        that of a run which was measured.
+        """
         found = []
-        for seconds in zip(*map(self.seconds, allowed), strict=True):
-            seconds = np.stack(seconds, axis=1)
+        of_actors, of_engines = zip(*map(self.seconds, allowed), strict=True)
+        for every, known in ((of_actors, [place for place, _ in measured]), (of_engines, [])):
+            seconds = np.stack(every, axis=1)
             best = int(seconds.mean(axis=1).argmin())
             gains = expected_gains(seconds, seconds[best])
+            gains[known] = 0.0
             found.append((best, int(gains.argmax()) if gains.any() else best))
         (actor, trial), (engine, _) = found
         return (actor, engine), (trial, engine)
@@ -221,7 +225,7 @@ def after_two_calibrations(cluster: Cluster, seed: int) -> tuple[float, float, f
 
     first, _ = cluster.proposed([at_lengths(USUAL, LENGTHS)])
     found = [cluster.run(first, truth, lengths, rng)]
-    _, trial = cluster.proposed(calibrate(found, lengths).allowed)
+    _, trial = cluster.proposed(calibrate(found, lengths).allowed, [first])
     found.append(cluster.run(trial, truth, lengths, rng))
     last, _ = cluster.proposed(calibrate(found, lengths).allowed)
     return slower_by(first), slower_by(trial), slower_by(last)
@@ -313,7 +317,7 @@ def test_a_term_off_by_more_than_its_band_is_named_with_its_constant():
 def made(path, **changes):
     """A calibration's file, and its content with changes."""
     found = calibrate([observed(mixture(), replace(USUAL, rest=6.0))], LENGTHS)
-    write_calibration(path, "h100-80g", [RunOfCalibration("runs/a", 20, "ab")], found)
+    write_calibration(path, "h100-80g", [RunOfCalibration("runs/a", 20, "ab", {"layout": {}})], found)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return found
 
@@ -330,6 +334,22 @@ def test_plans_use_the_file_that_the_configuration_names(tmp_path):
     assert slower(inputs.assumptions).rest < usual_ends("rest")[1] and faster(inputs.assumptions).rest > 3.0
     problem = search_problem(inputs.config, inputs.model, inputs.device, 32, 8, MEGATRON)
     assert problem.assumptions == found.assumptions
+
+
+def test_a_trial_is_no_run_that_was_measured(tmp_path):
+    """The trial of a calibration, once it is among the runs of the file, is not proposed again."""
+    file = tmp_path / "h100.json"
+    inputs = inputs_of("qwen3-30b-a3b/h100-1x8")
+    found = calibrate([observed(inputs, drawn(np.random.default_rng(8), 1.0))], LENGTHS)
+    shapes = []
+    for _ in range(3):
+        runs = [RunOfCalibration(f"runs/{number}", 20, "ab", shape) for number, shape in enumerate(shapes)]
+        write_calibration(file, "h100-80g", runs, found)
+        config = inputs_of("qwen3-30b-a3b/h100-1x8", f"cluster.calibration={file}").config
+        problem = search_problem(config, inputs.model, inputs.device, 8, 8, MEGATRON)
+        trial = fastest_run(config, problem, search(problem)).trial
+        shapes.append(shape_of_actor(trial.config, inputs.model))
+    assert shapes[1] != shapes[0] and shapes[2] not in shapes[:2]
 
 
 BAD = {

@@ -16,14 +16,14 @@ from report_run import _sample as sample
 from small_model import write_model
 
 from mrl.cli.main import main, make_parser
-from mrl.data.samples import NO_ENGINE, packed
+from mrl.data.samples import NO_ENGINE, Sample, packed
 from mrl.driver import replay_rank, replay_views
 from mrl.driver.stored_step import stored_rollouts
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.rank import rank_parameters
 from mrl.rank.rank_parameters import RankParameter
 from mrl.rank.rank_save import rank_file
-from mrl.record.sample_files import write_samples
+from mrl.record.sample_files import read_samples, write_routes, write_samples
 from mrl.reward.pool import RewardPool
 from mrl.tools.explain import by_transformers, rewards
 from mrl.tools.explain import explain as explaining
@@ -54,7 +54,7 @@ from mrl.tools.explain.evidence import (
 )
 from mrl.tools.explain.experiments import effects, experiments_of, guesses_of, likeness, other_ways
 from mrl.tools.explain.explain import Explanation, LikelyCause, explain, lines, of_views
-from mrl.tools.explain.replay import Replay, StoredRun, replay
+from mrl.tools.explain.replay import Replay, StoredRun, replay, replayed_faults
 from mrl.tools.explain.rewards import Rescorer, ScoredResponses, of_rewards, of_sources, rescorer
 from mrl.tools.explain.signs import drift, signs
 
@@ -262,11 +262,12 @@ def test_where_generation_differs_is_told_by_what_differs():
 # ---------------------------------------------------------------- verdicts
 
 
-def a_run(tmp_path, monkeypatch, again=None, stored=None, broken="actor/grad_norm", **world):
+def a_run(tmp_path, monkeypatch, again=None, stored=None, broken="actor/grad_norm", further=None, **world):
     """A run of 16 steps that breaks at the twelfth, and what a replay of it is taken to give."""
     flat = [1.0 + 0.01 * (step % 3) for step in range(16)]
     jump = [value * (8 if step >= 11 else 1) for step, value in enumerate(flat)]
     metrics = {broken: jump} | {name: flat for name in ("actor/grad_norm", "actor/entropy") if name != broken}
+    metrics |= further or {}
     run = write_run(tmp_path / "run", World(steps=16, total=16, metrics=metrics, **world))
     monkeypatch.setattr(
         explaining.StepSamples, "read", lambda folder, step: stored or samples(versions=np.full(32, step - 1))
@@ -294,6 +295,42 @@ def test_a_step_that_does_not_repeat_is_a_fault_of_the_process(tmp_path, monkeyp
         assert found.step == 12 and not found.repeats
         assert found.verdicts[0].kind == kind and words in found.verdicts[0].cause
         assert "NOT EQUAL" in "\n".join(lines(found))
+
+
+def of_replicas_named(*norms):
+    return {f"actor/replica_grad_norm/{number}": norm for number, norm in enumerate(norms)}
+
+
+def test_the_replica_whose_gradients_are_not_those_of_a_replay_is_named(tmp_path, monkeypatch):
+    for number, (was, words) in enumerate((
+        ((1.1, 0.0), "gradients of replica 1 of 2 were lost"),
+        ((0.6, 1.1), "gradients of replica 0 of 2 were lost"),
+        ((0.0, 0.0), "log-probs repeat, and updates do not"),  # of all replicas: no replica's own fault
+        ((1.5, 1.5), "log-probs repeat, and updates do not"),
+    )):  # fmt: skip
+        unlike = [(name, norm, 1.0) for name, norm in of_replicas_named(*was).items()]
+        monkeypatch.setattr(explaining.StoredRun, "replicas", 2)
+        series = {name: [norm] * 16 for name, norm in of_replicas_named(*was).items()}
+        again = Replay(6, 12, {}, 70, {12: [("actor/grad_norm", 8.0, 1.0), *unlike]}, None, {}, {}, 1.0)
+        run = a_run(tmp_path / str(number), monkeypatch, again, further=series)
+        (told,) = explain(run.path).verdicts
+        assert told.kind == "update" and words in told.cause
+
+
+def test_a_replica_that_vanishes_is_named_where_nothing_is_computed_again(tmp_path, monkeypatch):
+    """Runs with engines' routes are not replayed."""
+    monkeypatch.setattr(explaining.StoredRun, "replicas", 2)
+    for number, (last, named) in enumerate(((0.0, True), (0.5, False))):
+        series = of_replicas_named([1.0] * 16, [1.0] * 11 + [last] * 5)
+        run = a_run(tmp_path / str(number), monkeypatch, further=series, settings=["actor.router_replay=R3"])
+        verdicts = explain(run.path).verdicts
+        assert named == any("gradients of replica 1 of 2 were lost" in each.cause for each in verdicts)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_steps_with_replayed_routes_are_computed_again_where_routes_were_kept(tmp_path, kept):
+    config = config_of(tmp_path, "actor.router_replay=R3", f"record.routes={str(kept).lower()}")
+    assert [("record.routes" in each) for each in replayed_faults(config)] == [True] * (not kept)
 
 
 def test_a_mismatch_of_a_step_that_repeats_is_the_engines(tmp_path, monkeypatch):
@@ -563,7 +600,8 @@ def test_gradients_of_a_replica_are_lost_before_megatron_sums_them(monkeypatch, 
     monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_rank", lambda: 1)
     group = object.__new__(_ParamAndGradBucketGroup)
     group.ddp_config = SimpleNamespace(overlap_grad_reduce=False)
-    for context in (replay_rank.without_replica(replica), nullcontext()):
+    chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
+    for context in (replay_rank.without_replica([chunk], replica), nullcontext()):
         group.buckets = [SimpleNamespace(grad_data=torch.ones(3))]
         with context:
             group.finish_grad_sync()
@@ -765,6 +803,49 @@ def test_a_step_too_far_from_its_checkpoint_and_a_recipe_that_is_not_replayed_ar
         replay(stored, 6)
     with pytest.raises(ConfigError, match="from the run's start, as no checkpoint before it is left, and samples of"):
         stored.base(6)
+
+
+def test_a_response_is_shown_with_its_routes_and_where_its_prompt_had_others(tmp_path, capsys):
+    """Two layers, two experts a token: of the prompt's tokens the other response has one with another expert, and one
+    with the same in another order.
+    """
+    run = write_run(tmp_path / "run")
+    rows = [row for row in read_samples(run.samples, 6) if row["sample_id"] in (2, 3)]
+    made = []
+    for row in rows:
+        ids = row["prompt_ids"], row["response_ids"]
+        routes = np.tile(np.array([0, 1], np.int8), (sum(map(len, ids)), 2, 1))
+        routes[-1] = -1
+        made.append(
+            Sample(row["prompt_id"], row["group_id"], row["sample_id"], 0, *ids, row["rollout_log_probs"], "stop", 1)
+        )
+        made[-1] = replace(made[-1], routes=routes)
+    made[1].routes[0, 0] = (0, 5)
+    made[1].routes[0, 1] = (1, 0)
+    write_routes(run.samples, 6, [packed(made)])
+    main(["samples", str(run.path), "--id", "2", "--jsonl"])
+    routes = json.loads(capsys.readouterr().out)["routes"]
+    pairs = 2 * len(made[0].routes)
+    assert routes == {"chosen": made[0].routes.tolist(), "missing": 2, "pairs": pairs, "elsewhere": {"3": 1}}
+    main(["samples", str(run.path), "--id", "2"])
+    said = capsys.readouterr().out
+    assert f"routes: {pairs - 2} of {pairs} pairs" in said and "response of the same weights: 3: 1" in said
+
+
+def test_routes_of_a_stored_step_are_those_that_ranks_are_given(tmp_path):
+    run = write_run(tmp_path / "run")
+    config = StoredRun.read(run.path).config
+    assert stored_rollouts(config, run.samples, 6).samples.blocks[0].routes is None
+    rows = read_samples(run.samples, 6)
+    made = [
+        Sample(row["prompt_id"], row["group_id"], row["sample_id"], 0, row["prompt_ids"], row["response_ids"],
+               row["rollout_log_probs"], "stop", 1, routes=np.full((len(row["prompt_ids"] + row["response_ids"]), 2, 2),
+               number, np.int8))
+        for number, row in enumerate(rows)
+    ]  # fmt: skip
+    write_routes(run.samples, 6, [packed(made[::-1])])
+    (block,) = stored_rollouts(config, run.samples, 6).samples.blocks
+    assert np.array_equal(block.routes, np.concatenate([each.routes for each in made]))
 
 
 def test_one_response_is_shown_through_everything(tmp_path, capsys):

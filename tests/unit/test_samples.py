@@ -12,12 +12,20 @@ import mrl.cli.samples as samples_command
 from mrl.checkpoint.group_files import GroupRecord, read_group, write_group
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
+from mrl.data.routes import missing_in
 from mrl.data.samples import NO_ENGINE, Sample, SampleRows, Samples, packed
 from mrl.driver import sample_writer
 from mrl.driver.sample_writer import SampleWriter, kept_rows
 from mrl.engine import outbox
 from mrl.errors import ConfigError, DataError, EnvironmentFault
-from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
+from mrl.record.sample_files import (
+    StepFile,
+    keep_within,
+    read_samples,
+    write_differences,
+    write_routes,
+    write_samples,
+)
 from mrl.reward.items import RewardResult
 from mrl.tools.compare_runs import of_run
 from mrl.tools.report.samples import looked_at
@@ -199,6 +207,24 @@ def test_differences_are_found_by_sample_in_any_order(tmp_path):
     write_differences(tmp_path, 2, order, lengths[order], np.concatenate(found))
     some = StepFile(tmp_path, 2).differences([7, 39, 1000])
     assert some == [[7 / 64] * lengths[7], [39 / 64] * lengths[39], None]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_routes_are_found_by_sample_and_missing_ones_stay_missing(tmp_path, dtype):
+    """In the dtype in which engines' routes travel; a row whose engine returned none is all missing beside others."""
+    rng = np.random.default_rng(0)
+    made = a_step(tmp_path, 2, 6)
+    experts = [np.tile(np.arange(8), (len(s.prompt_ids) + len(s.response_ids), 3, 1)) for s in made]
+    routes = [rng.permuted(each, axis=-1)[..., :2].astype(dtype) for each in experts]
+    routes[1][-1] = missing_in(routes[1].dtype)
+    pieces = [packed([replace(made[row], routes=routes[row]) for row in rows]) for rows in ((3, 0), (5, 1))]
+    write_routes(tmp_path, 2, [packed(made[4:5]), *pieces, packed([replace(made[2], routes=None)])])
+    found = StepFile(tmp_path, 2).routes([1, 5, 4, 2, 3, 99])
+    assert [each is None for each in found] == [False, False, True, True, False, True]
+    for number, own in zip((1, 5, 3), (found[0], found[1], found[4]), strict=True):
+        assert own.dtype == dtype and np.array_equal(own, routes[number])
+    write_routes(tmp_path, 3, [packed(made)])
+    assert not (tmp_path / "step-3.routes.parquet").exists()
 
 
 def test_the_oldest_steps_go_when_the_budget_is_used_up_and_the_newest_never(tmp_path):

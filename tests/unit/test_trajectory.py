@@ -68,6 +68,7 @@ ELSEWHERE = {
     "reward/.*": "rewards",
     "drafts/.*": "what engines drafted",
     "actor/mtp_.*": "of sampled tokens alone, tests/real/test_predicting.py",
+    "actor/replica_grad_norm/.*": "each replica's, tests/real/test_overlap.py",
     "actor/(grad_norm|lr|updates|skipped_updates)": "the gradient, which is compared below and on Megatron",
     "actor/log_seq_ratio_square_mean": "becomes actor/log_seq_ratio_std",
     "critic/(grad_norm|lr|skipped_updates)": "the gradient of a critic",

@@ -1,5 +1,6 @@
 """What the stored samples of a step say by themselves: versions, groups, rewards, and where log-probs differ."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ _FEW = 0.1  # share of the rows that counts as few of them
 _STEEP = 3.0  # last quarter of a response against the first: differences grow along it
 _OF_LENGTH = 0.8  # correlation of score and length at which a reward is said to pay it
 _BY_CHANCE = 0.01  # of rows that are all of one engine
+_REPLICA = re.compile(r"actor/replica_grad_norm/(\d+)")
 _LEAST_GAP = 1e-4  # nats: below it differences are rounding
 
 
@@ -104,6 +106,25 @@ def of_versions(config: RunConfig, step: int, samples: StepSamples) -> str:
     shown = ", ".join(f"version {version} in {count}" for version, count in sorted(old.items()))
     whose = of_one_engine(samples, samples.versions != step - 1)
     return f"{sum(old.values())} of {len(samples.versions)} responses are not of version {step - 1}: {shown}{whose}"
+
+
+def of_replicas(row: Mapping[str, Any], usual: Mapping[str, Any], below: float) -> tuple[int, str] | None:
+    """Names the one replica of which a step lacks gradients: what it added is smaller than `below` times its usual, and
+    what the others added is not. Returns its number and the evidence.
+    """
+    pairs = {
+        int(found[1]): (row[name], usual[name])
+        for name in row
+        if (found := _REPLICA.fullmatch(name)) and row[name] is not None and usual.get(name)
+    }
+    lost = [number for number, (was, expected) in pairs.items() if was < below * expected]
+    if len(lost) != 1 or len(pairs) < 2:
+        return None
+    was, expected = pairs[lost[0]]
+    others = ", ".join(f"{norm:.3g} of {usually:.3g}" for number, (norm, usually) in pairs.items() if number != lost[0])
+    return lost[0], (
+        f"replica {lost[0]} added a gradient of norm {was:.3g} where {expected:.3g} is right; others: {others}"
+    )
 
 
 def of_cut_off(config: RunConfig, samples: StepSamples) -> str:

@@ -50,6 +50,7 @@ from mrl.tools.explain.evidence import (
     of_groups,
     of_length,
     of_mismatch,
+    of_replicas,
     of_versions,
 )
 from mrl.tools.explain.experiments import REMOVES, Experiment, effects, experiments_of, guesses_of, likeness, other_ways
@@ -62,6 +63,7 @@ _AUDITED_SCORES = 10_000  # responses that are scored again where no step leaves
 _SURE = 1e-3  # chance of a break below which it is taken for a fault without knowing where
 _BREAKS = 2  # steps that leave the band, which are explained
 _OF_PROCESS = ("samples", "tools", "reward", "ranks", "update", "engines")  # kinds that experiments do not find
+_LACKS, _VANISHED = 0.9, 0.05  # of a replica's gradient: of what a replay gives, and of the steps before
 _BEFORE = 5  # steps whose samples say what is usual
 _LOGS = {each.name: each.logs for each in WATCHED}
 
@@ -188,6 +190,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
             hints += last
     differs = any(_MISMATCH.match(each.name) for each in found)
     if faults := replayed_faults(run.config):
+        facts += _of_replicas(run, step)
         told = _of_routes(run, step, limits.left) if differs else []
         told = told or _of_transformers(run, step, found, limits, notes)
         told = told or _of_engines(found, samples, "of which it is not known whether they repeat")
@@ -213,7 +216,8 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
             return Explanation(str(run.folder.path), step, list(found), [*facts, *hints], replayed="; ".join(notes))
         told = []
         if differs and again.repeats:
-            told = of_views(run, step, again.views, of_far_rows(samples))
+            told = _of_routes(run, step, limits.left) if run.config.actor.router_replay == "R3" else []
+            told = told or of_views(run, step, again.views, of_far_rows(samples))
             told = told or _of_transformers(run, step, found, limits, notes, Path(made), again, full)
             told = told or _of_engines(found, samples, "which repeat")
     said = _replayed(again, notes)
@@ -494,10 +498,31 @@ def _of_process(run: StoredRun, again: Replay, guesses: Sequence[Experiment]) ->
         kind = "update"
         if resumed:
             cause = "log-probs repeat, and updates do not: the resume lost a part of the optimizer's state"
+        if told := of_replicas(run.rows[step], run.rows[step] | {name: now for name, _, now in unlike}, _LACKS):
+            cause, change = _lost(run, told[0])
+            evidence += f". {told[1]}"
     if likely[nearest.name] >= LIKE and not names & {"actor/lr", "actor/kl_coef"} and not lost:
         cause, change = nearest.cause, nearest.cure
         evidence += f". Computed {nearest.name}, {likely[nearest.name]:.0%} of the difference is what the run had"
     return [LikelyCause(kind, cause, evidence, change)]
+
+
+def _lost(run: StoredRun, replica: int) -> tuple[str, str]:
+    """Says that a replica's gradients were lost, and what to look at."""
+    told = next(each for each in guesses_of(run.config, run.replicas) if each.order.get("lost_replica") == replica)
+    return told.cause, told.cure
+
+
+def _of_replicas(run: StoredRun, step: int) -> list[LikelyCause]:
+    """Says that a replica's gradients were lost, by metrics alone: it added nearly nothing, which is unusual."""
+    before = [run.rows[number] for number in range(step - _BEFORE, step) if number in run.rows]
+    usual = {
+        name: float(np.median(norms))
+        for name in run.rows[step]
+        if (norms := [row[name] for row in before if isinstance(row.get(name), float)])
+    }
+    told = of_replicas(run.rows[step], usual, _VANISHED)
+    return [LikelyCause("update", _lost(run, told[0])[0], told[1], _lost(run, told[0])[1])] if told else []
 
 
 def _of_routes(run: StoredRun, step: int, seconds: float) -> list[LikelyCause]:

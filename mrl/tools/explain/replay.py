@@ -165,8 +165,8 @@ def replayed_faults(config: RunConfig) -> list[str]:
     faults = []
     if config.record.samples != "all":
         faults.append(f"record.samples: {config.record.samples} kept a part of each step's rows; all keeps them")
-    if config.actor.router_replay == "R3":
-        faults.append("actor.router_replay: R3 trained on the engines' routes, which are not among the stored samples")
+    if config.actor.router_replay == "R3" and not config.record.routes:
+        faults.append("actor.router_replay: R3 trained on the engines' routes, which record.routes: true keeps")
     if config.algorithm.needs_critic:
         faults.append(f"algorithm.adv_estimator: {config.algorithm.adv_estimator} has a critic, which is not replayed")
     if config.distillation.enabled:
