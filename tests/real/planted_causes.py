@@ -72,8 +72,11 @@ CAUSES = (
     Cause("truths", ("reward",), ("truth",)),
     Cause("tool", ("tools",), ("other calls",), preset=TOOLS),
 )
-# a fault that a step repeats with: another layout of the ranks is without it
-OF_LAYOUTS = (Cause("tensor_scale", ("ranks",), ("with tensor_model_parallel_size 1 ",), in_software=True),)
+# faults that a step repeats with: another layout of the ranks is without it, or another number format
+OF_LAYOUTS = (
+    Cause("tensor_scale", ("ranks",), ("with tensor_model_parallel_size 1 ",), in_software=True),
+    Cause("router_bits", ("ranks",), ("in bfloat16",), {"model__dtype": "bfloat16"}, in_software=True),
+)
 
 
 def two_sources(world: Path) -> None:

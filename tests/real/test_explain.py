@@ -14,6 +14,7 @@ TWO_REPLICAS = {
     "actor__layout__tensor_model_parallel_size": 1, "actor__layout__expert_model_parallel_size": 1,
     "actor__layout__sequence_parallel": False,
 }  # fmt: skip
+ROUTED = {"actor__router_replay": "R3", "record__routes": True}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def trained(world: Path, run_dir: Path, **values) -> Path:
 
 @pytest.mark.real
 @pytest.mark.long
-@pytest.mark.parametrize("values", [{}, TWO_REPLICAS], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("values", [{}, TWO_REPLICAS, ROUTED], ids=["tp2", "dp2", "routes"])
 def test_a_healthy_run_repeats_bit_by_bit_and_is_not_called_broken(world, tmp_path, values):
     run = trained(world, tmp_path / "run", **values)
     answer = json.loads(mrl("explain", str(run), "--replay", "--json").stdout)

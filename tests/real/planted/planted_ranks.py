@@ -93,6 +93,34 @@ def tensor_scale(module, first, _):
     kind.score = scored
 
 
+def router_bits(module, first, _):
+    """The router keeps two bits of its logits in bfloat16: a kernel of one format, which replays have, too."""
+    kind = module.RankStep
+    score = kind.score
+    now = {"broken": False}
+
+    def scored(self, *arguments):
+        import torch
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        actor = self._actor
+        now["broken"] = actor.num_updates >= (first - 1) * actor.config.updates_per_step
+        gating = TopKRouter.gating
+        if not hasattr(gating, "planted"):
+
+            def rounded(router, values):
+                logits = gating(router, values)
+                if not now["broken"] or values.dtype != torch.bfloat16:
+                    return logits
+                return logits + (logits.to(torch.float8_e5m2).to(logits.dtype) - logits).detach()
+
+            rounded.planted = True
+            TopKRouter.gating = rounded
+        return score(self, *arguments)
+
+    kind.score = scored
+
+
 def rank_temperature(module, first, _):
     """Ranks compute with another temperature than engines sample with."""
 

@@ -17,6 +17,7 @@ PLANTS = {
     "adam_lost": ("mrl.rank.rank_step", "planted_ranks"),
     "softmax": ("mrl.rank.rank_step", "planted_ranks"),
     "tensor_scale": ("mrl.rank.rank_step", "planted_ranks"),
+    "router_bits": ("mrl.rank.rank_step", "planted_ranks"),
     "rank_temperature": ("mrl.rank.rank_step", "planted_ranks"),
     "gradients": ("mrl.rank.rank_step", "planted_ranks"),
     "not_a_number": ("mrl.rank.rank_step", "planted_ranks"),
