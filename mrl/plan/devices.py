@@ -73,6 +73,9 @@ class Device:
     collective: float  # seconds of an exchange of few bytes inside a node
     network_collective: float  # the same between nodes
     starts: "Starts"
+    # of a device whose own cores launch what they compute: seconds of a launch, over those of the virtual machine that
+    # `Assumptions.host` counts from. Then launches add to computing; 0: another processor launches, beside computing
+    own_host: float = 0.0
     vllm_name: str = ""  # in the names of vLLM's tuned configurations; empty where it has none
     communicators: int = 0  # bytes of a configuration's weight syncs: `pair` for each pair of processes
     communicators_of_ranks: int = 0  # bytes of its models' ranks: `group` for each process group
@@ -159,6 +162,7 @@ def _device(name: str, row: dict) -> Device:
         collective=row["collective_us"] * 1e-6,
         network_collective=row["network_collective_us"] * 1e-6,
         starts=Starts(row["launch_us"] * 1e-6, row["wait_us"] * 1e-6),
+        own_host=row.get("own_host", 0.0),
         vllm_name=row.get("vllm_name", ""),
     )
 

@@ -465,7 +465,8 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     """Predicts one micro-batch on the slowest stage. The last one has the output layer, which recomputes by itself.
 
     These are matrix products and the memory traffic between them. The busiest expert rank has more of both than the
-    mean. Where the host's launches take longer, they count instead. Only tokens whose log-prob is computed have logits.
+    mean. Where the host's launches take longer, they count instead; on a CPU, which computes itself, they add to it.
+    Only tokens whose log-prob is computed have logits.
     """
     m = work.model
     load = assumed.expert_load_in(layout)
@@ -490,12 +491,16 @@ def _computing(work: PassWork, layout: TrainLayout, device: Device, passes: Pass
     stages = [sum(chunks) for chunks in layout.chunk_layers]
     launch = _layer_launches(work, layout, passes, assumed)
     single = passes.others * adapter_launches(work, layout, device) + delta_launches(work, passes)
-    launch = assumed.host * (launch + single * assumed.dense_launch / _LAUNCHES)
-    seconds = [max(body * layers / m.num_layers, layers * launch) for layers in stages]
+    launch = (device.own_host or 1.0) * assumed.host * (launch + single * assumed.dense_launch / _LAUNCHES)
+
+    def together(computed: float, launched: float) -> float:
+        return computed + launched if device.own_host else max(computed, launched)
+
+    seconds = [together(body * layers / m.num_layers, layers * launch) for layers in stages]
     # a predicting layer joins two states into one, and is never recomputed as a whole
     backward = 3 / passes.compute  # share of the passes that are no recomputation
     joined = products * 3 * 4.0 * m.hidden_size**2
-    output += work.predicting * (max(body / m.num_layers, launch) * backward + joined + output)
+    output += work.predicting * (together(body / m.num_layers, launch) * backward + joined + output)
     if len(seconds) > 1:
         return max(*seconds[:-1], seconds[-1] + output)
     return seconds[0] + output

@@ -226,6 +226,20 @@ def test_a_layer_takes_at_least_its_launches():
     assert slow > 3 * 48 * batch.mini_batches
 
 
+def test_launches_of_a_device_that_computes_by_its_own_cores_add_to_what_it_computes():
+    """A CPU's: half the launches of another host, beside the products and not behind them."""
+    inputs = inputs_of(MIXTURE)
+
+    def update(own_host: float, host: float) -> float:
+        device = replace(inputs.device, own_host=own_host)
+        return seconds_of(replace(inputs, device=device, assumptions=replace(USUAL, host=host)))["update"]
+
+    computed = update(0.0, 0.0)
+    launched = update(1.0, 1.0) - computed
+    assert launched > 0 and update(0.5, 1.0) - computed == pytest.approx(launched / 2)
+    assert max(computed, launched) <= update(0.0, 1.0) < computed + launched
+
+
 def test_larger_micro_batches_spare_fixed_costs():
     """Where launches count, twice the tokens take hardly longer; a device that waits for no host spares little."""
     one, two = (
