@@ -25,7 +25,8 @@ class ReplicaNorms:
     def __init__(self, chunks: Sequence[Module], device: torch.device) -> None:
         self._squares = torch.zeros(mpu.get_data_parallel_world_size(), device=device)
         for chunk in chunks:
-            for group in chunk.bucket_groups:
+            of_experts = chunk.expert_parallel_bucket_groups if mpu.get_expert_model_parallel_world_size() == 1 else []
+            for group in (*chunk.bucket_groups, *of_experts):
                 group.start_grad_sync = partial(self._counted, group, group.start_grad_sync)
 
     def _counted(self, group: Any, start: Callable[..., None], *arguments: Any, **named: Any) -> None:

@@ -23,19 +23,17 @@ class Watch:
 
     def __init__(self, actor: MegatronActor):
         self.groups, self.early, self.stale = 0, [], []
+        self.squares: list[float] = []  # of a chunk's parameters at the end of a pass, by the gradient of each
         self._parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
         for chunk in actor.chunks:
             groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
             self.groups += len(groups)
-            chunk.finish_grad_sync = self._counting(chunk.finish_grad_sync, groups)
-        self._own = {p: torch.zeros_like(p) for p in self._parameters}  # gradients of the update as autograd makes them
-        self.squares: list[float] = []
-        for parameter, own in self._own.items():
-            parameter.register_hook(own.add_)
+            chunk.finish_grad_sync = self._counting(chunk.finish_grad_sync, groups, list(chunk.parameters()))
         actor.optimizer.step_with_ready_grads = self._comparing(actor.optimizer.step_with_ready_grads)
 
-    def _counting(self, finish, groups):
+    def _counting(self, finish, groups, parameters):
         def counted(*arguments, **named):
+            self.squares.append(float(sum(p.main_grad.double().square().sum() for p in parameters)))
             self.early.append(sum(group.grad_reduce_handle is not None for group in groups))
             return finish(*arguments, **named)
 
@@ -43,9 +41,6 @@ class Watch:
 
     def _comparing(self, step):
         def compared():
-            self.squares.append(float(sum(own.double().square().sum() for own in self._own.values())))
-            for own in self._own.values():
-                own.zero_()
             answer = step()
             self.stale.append(not _equal_on_all_ranks(self._parameters))
             return answer
