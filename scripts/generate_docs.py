@@ -394,6 +394,8 @@ def predictions() -> str:
         "with the largest expected improvement (Jones, Schonlau and Welch 1998).",
         "",
         *_calibrations(),
+        "",
+        *_on_cores(),
     ]
     return "\n".join([*page, ""])
 
@@ -408,6 +410,25 @@ def _calibrations() -> list[str]:
         "",
         *_table(("cluster", "draws", "first run", "third run", "best of the three", "farthest", "trial, on average")),
         *(_row(*map(str, row.values())) for row in _source("calibrations")),
+    ]
+
+
+def _on_cores() -> list[str]:
+    """Says how far a calibration by one run is from others on two cores."""
+    phases = ("generation", "log_prob", "update", "sync", "step")
+    rows = _source("core_predictions")
+    return [
+        "The tiny world on two cores, predicted after a calibration by one batch or run. Errors are predicted over "
+        "measured seconds: of a rank's core, which hardly depend on what else the machine does "
+        "(`tests/real/test_rank_seconds.py`), or of whole runs beside much else (`python "
+        "scripts/evidence/predicted_runs.py RUNS`, also for other lengths, layouts and the long world). A part of the "
+        "log-probs' seconds does not depend on the batch, which one run cannot tell.",
+        "",
+        *_table(("changed", "seconds of", *phases)),
+        *(
+            _row(row["what"], row["seconds"], *("" if row[name] is None else f"{row[name]:+d} %" for name in phases))
+            for row in rows
+        ),
     ]
 
 
