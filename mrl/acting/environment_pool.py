@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from mrl.acting.agent import AGENT
-from mrl.acting.environment_worker import REFUSED
+from mrl.acting.environment_worker import REFUSED, UNREADABLE
 from mrl.acting.offer import Offer, UnknownChoice
 from mrl.acting.tool import ToolsSpec
 from mrl.acting.warm import WarmProcess
@@ -166,7 +166,7 @@ class Session:
 
     def _asked(self, process: WorkerProcess, action: Sequence[Any]) -> list[Any]:
         reply = self._pool.ask(process, "step", self._number, *action)
-        if reply[0] not in (OK, REFUSED):
+        if reply[0] not in _GOES_ON:
             raise WorkerFailure(reply[0], reply[1])
         self._made.append((*action, reply_digest(reply)))
         return reply
@@ -221,6 +221,7 @@ class Session:
 
 
 _LOGGED = 2000  # characters of one line of the log, of which one failure must not take all the space
+_GOES_ON = (OK, REFUSED, UNREADABLE)  # nothing is lost, and the text says what is wrong
 _ANSWERED = ("raised", "out_of_memory", "wrong_type", "not_a_number", DIFFERS)  # reported by a process that continues
 
 
@@ -399,7 +400,7 @@ class EnvironmentPool:
             reason = failure.reason
             text = failure.detail
             rest = []
-        text = text if reason in (OK, REFUSED) else f"Error: {name}: {text}"
+        text = text if reason in _GOES_ON else f"Error: {name}: {text}"
         return CallAnswer(reason, text, *rest, seconds=time.monotonic() - began)
 
     def ask(self, process: WorkerProcess, *request: Any, timeout_s: float | None = None) -> list[Any]:
@@ -427,7 +428,7 @@ class EnvironmentPool:
                 raise BadRow("the model reads text alone")
             seen = self._see([b64decode(image) for image in images])
         except (BadRow, binascii.Error) as error:
-            reason = REFUSED
+            reason = UNREADABLE
             text = f"Error: {called}: {error}"
             seen = []
         return [reason, text, reward, parts, end, seen]

@@ -36,6 +36,7 @@ from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE
 from mrl.reward.worker import serve
 
 REFUSED = "refused"  # the call fits no tool, and nothing was called
+UNREADABLE = "unreadable_image"  # an image of the answer cannot be read; its reward and end count
 
 CallAnswer = tuple[str, str, float, dict[str, float], bool, list[str]]  # reason, text, reward, parts, end, images
 

@@ -175,7 +175,10 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
-_NO_FAILURES = (OK, "refused", "unread", "not_called", "overridden", "retry", "branch", "untrained", "lost_reward")
+_NO_FAILURES = (
+    OK, "refused", "unread", "not_called", "overridden", "retry", "branch", "untrained", "lost_reward",
+    "unreadable_image",
+)  # fmt: skip
 
 
 def _left_out(question: Question, samples: Samples, row: int) -> RewardResult:

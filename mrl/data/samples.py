@@ -78,6 +78,7 @@ CALL_REASONS = (
     "overridden", "retry", "branch",  # an agent asked for other sampling, for a turn again, for another branch
     "untrained",  # an agent left a branch, which does not fit into the row
     "lost_reward",  # an agent gave a reward for an answer that is not in the row
+    "unreadable_image",  # of an answer
 )  # fmt: skip
 
 

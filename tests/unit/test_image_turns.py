@@ -27,6 +27,7 @@ from mrl.data.samples import CALL_REASONS, STOP_REASONS, Sample, Samples, packed
 from mrl.engine.conversations import Conversations
 from mrl.engine.requests import Request, Sampling
 from mrl.errors import EnvironmentFault
+from mrl.record.metrics import turn_metrics
 from mrl.schedule.conversation import Stop
 
 FILE = str(Path(seeing_tools.__file__))
@@ -173,9 +174,9 @@ def test_answers_with_images_are_those_of_the_template_and_the_processor(talks, 
 
 def test_an_image_that_cannot_be_read_is_a_failed_answer_and_the_conversation_goes_on(talks, request_of, reader):
     words = {
-        "cut": ("refused", "image 2 is no readable image of 40 bytes"),
-        "large": ("refused", r"image 2 is too large: 2000 x 2032 pixels, and data.max_image_pixels = 1000000"),
-        "thin": ("refused", "image 2 is 900 x 2 pixels"),
+        "cut": ("unreadable_image", "image 2 is no readable image of 40 bytes"),
+        "large": ("unreadable_image", r"image 2 is too large: 2000 x 2032 pixels, and data.max_image_pixels = 1000000"),
+        "thin": ("unreadable_image", "image 2 is 900 x 2 pixels"),
         "number": ("wrong_type", "image 2 is int: images of PIL and encoded bytes are taken"),
         "colours": ("wrong_type", "image 2 cannot be written as PNG: cannot write mode CMYK"),
     }
@@ -184,6 +185,7 @@ def test_an_image_that_cannot_be_read_is_a_failed_answer_and_the_conversation_go
         made = whole(talks, engine, request_of[1])
         assert f"Error: broken: {why}" in TOKENS.decode(made.token_ids), what
         assert [CALL_REASONS[each] for each in made.call_reasons] == [reason]
+        assert turn_metrics(made)["tools/broken/failed"] == 1.0
         assert row_images(made, 0) == request_of[1].images == engine.asked[1].images
         assert made.turn_counts.tolist() == [2]
 
@@ -270,11 +272,12 @@ def test_images_of_a_judges_reply_are_left_out_since_nobody_reads_them(shown):
     with EnvironmentPool(given, 1, 30.0, see=see) as pool:
         session = pool.session("Judging", {"extra_info": {"shown": shown}}, 0)
         judged = session.judge().result(60)
-        step = session.step("show", {}).result(60)
+        step, again = (session.step("show", {}).result(60) for _ in range(2))
     assert judged[:6] == ("ok", "well", 0.5, {}, False, []) and not judged.failed
     # of a step the model reads the fault, by the action's name
-    assert (step.reason, step.text) == ("refused", "Error: show: image 1 is no readable image of 10 bytes")
-    assert step.reward == 0.25 and len(seen) == 1
+    assert (step.reason, step.text) == ("unreadable_image", "Error: show: image 1 is no readable image of 10 bytes")
+    assert step.reward == 0.25 and len(seen) == 2
+    assert not step.failed and again[:6] == step[:6], "the environment goes on"
 
 
 def test_an_image_of_a_tool_is_stored_once_under_the_name_that_data_would_have(reader, model):
