@@ -393,13 +393,19 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
     if vision := plan.get("vision"):
         yield (
             f"images: a tower of {vision['parameters'] / 1e9:.2f} B parameters, counted as if all "
-            f"{vision['tokens_of_a_prompt']:.0f} tokens of a prompt were of one image: {vision['flops']:.3g} FLOP a "
-            f"step, {vision['seconds_of_ranks']:.3g} s of ranks ({vision['patches_per_second']:.3g} patches a second), "
+            f"{vision['tokens_of_a_prompt']:.0f} tokens of a prompt{_of_response(vision)} were of one image: "
+            f"{vision['flops']:.3g} FLOP a step, {vision['seconds_of_ranks']:.3g} s of ranks "
+            f"({vision['patches_per_second']:.3g} patches a second), "
             f"{vision['seconds_of_engines']:.3g} s of engines; memory for "
             f"{vision['most_tokens_of_a_sample']} tokens of images in a sample"
         )
     if slow := slow_generation(plan):
         yield f"SLOW: {slow}"
+
+
+def _of_response(vision: dict[str, Any]) -> str:
+    tokens = vision["tokens_of_a_response"]
+    return f" and {tokens:.0f} of a response, which tools or agents may show," if tokens else ""
 
 
 def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:

@@ -10,14 +10,15 @@ A tower that is trained lies in Megatron's buffers. model_state.py counts it wit
 its gradients and its optimizer's state. Its features are computed again for each mini-batch but the first one, whose
 weights are those of the log-probs, and for a reference. Then each image is computed with a graph, and backward.
 
-How many tokens of a prompt are images' is not known before the data is read. A plan counts all of them, in one image.
-Bytes are an upper bound:
+How many tokens of a prompt are images' is not known before the data is read, and how many of an answer not before a
+tool is called. A plan counts all of them, in one image:
 
-    without tools and agents        prompts at their limit (data.max_prompt_length), each once for all its responses
-    rollout.turns                   and responses at their limit, since a tool may answer with images alone
-    rollout.agent                   samples at their limit, since each agent writes prompts of its own
+    without tools and agents        prompts, each once for all its responses
+    rollout.turns                   and responses, since a tool may answer with images alone
+    rollout.agent                   samples, since each agent writes prompts of its own
 
-FLOPs and seconds are those of prompts of mean length, as the text model's, in all three cases.
+Bytes are those of lengths at their limits (data.max_prompt_length, data.max_response_length), FLOPs and seconds those
+of mean lengths, as the text model's.
 """
 
 from mrl.config.schema import RunConfig
@@ -34,16 +35,17 @@ _PIXEL = 4  # bytes of one of a patch's numbers, which the processor makes in fl
 def vision_section(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float] | None:
     """Returns what a plan says of the tower; None for a run of text.
 
-    FLOPs are those of ranks that look once, each replica at its prompts' images, and so are patches a second.
+    FLOPs are those of ranks that look once, each replica at its rows' images, and so are patches a second.
     """
     tower = inputs.tower
     if tower is None:
         return None
-    tokens = mean_lengths(inputs.config, inputs.assumptions).prompt
-    patches = inputs.train.data * _replica_prompts(inputs, batch) * tokens * tower.merged
+    lengths = mean_lengths(inputs.config, inputs.assumptions)
+    patches = sum(count * tokens for count, tokens in _looked_at_by_ranks(inputs, batch)) * tower.merged
     return {
         "parameters": tower.parameters,
-        "tokens_of_a_prompt": tokens,
+        "tokens_of_a_prompt": lengths.prompt,
+        "tokens_of_a_response": lengths.response if _shows_later(inputs.config) else 0.0,
         "most_tokens_of_a_sample": _most_of_a_sample(inputs.config),
         "flops": rank_looking_flops(inputs, batch),
         "looks_of_ranks": sum(looks(inputs, batch).values()),
@@ -160,12 +162,33 @@ def image_tokens(config: RunConfig) -> int:
     return max(engine_passes(config)["batched_tokens"], _ENCODER_STEPS * config.data.max_sample_length)
 
 
+Looked = tuple[tuple[int, float], ...]  # how many images, and the tokens of each
+
+
 def looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:
-    """Returns the FLOPs of looking at the images of a step's prompts once."""
-    tower = inputs.tower
-    if tower is None:
+    """Returns the FLOPs of looking at the images of a step once, as engines do."""
+    if inputs.tower is None:
         return 0.0
-    return batch.prompts * tower.flops(mean_lengths(inputs.config, inputs.assumptions).prompt * tower.merged)
+    return _flops_of(inputs.tower, _looked_at(inputs, batch.prompts, batch.samples))
+
+
+def _looked_at(inputs: PlanInputs, prompts: int, rows: int) -> Looked:
+    """Returns the different images of so many rows, which answer so many prompts."""
+    lengths = mean_lengths(inputs.config, inputs.assumptions)
+    if inputs.config.rollout.agent is not None:
+        return ((rows, lengths.total),)
+    of_answers = ((rows, lengths.response),) if _shows_later(inputs.config) else ()
+    return ((prompts, lengths.prompt), *of_answers)
+
+
+def _looked_at_by_ranks(inputs: PlanInputs, batch: BatchPlan) -> Looked:
+    """Returns the images of a step that ranks look at, each replica at those of its rows."""
+    of_replica = _looked_at(inputs, _replica_prompts(inputs, batch), -(-batch.samples // inputs.train.data))
+    return tuple((inputs.train.data * count, tokens) for count, tokens in of_replica)
+
+
+def _flops_of(tower: VisionTower, looked: Looked) -> float:
+    return sum(count * tower.flops(tokens * tower.merged) for count, tokens in looked)
 
 
 def looks(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
@@ -198,9 +221,10 @@ def _looks_of_second_models(inputs: PlanInputs) -> dict[str, float]:
 
 
 def rank_looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:
-    """Returns the FLOPs in which ranks look at a step's images once, each replica at those of its prompts."""
-    share = _replica_prompts(inputs, batch) / batch.prompts
-    return inputs.train.data * share * looking_flops(inputs, batch)
+    """Returns the FLOPs in which ranks look at a step's images once, each replica at those of its rows."""
+    if inputs.tower is None:
+        return 0.0
+    return _flops_of(inputs.tower, _looked_at_by_ranks(inputs, batch))
 
 
 def _replica_prompts(inputs: PlanInputs, batch: BatchPlan) -> int:

@@ -188,6 +188,37 @@ def test_images_of_tools_and_agents_are_counted_up_to_what_a_sample_holds():
     assert found["tools"][1] == found["agents"][1] == of_prompts + more
 
 
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_time_is_counted_for_images_of_answers_each_of_which_one_replica_and_one_engine_see_once(replicas):
+    """64 prompts, 8 responses each: 512 rows have an image of their own, or are images throughout."""
+    layout = {"world_size": replicas, "tensor_model_parallel_size": 1, "sequence_parallel": "false"}
+    given = [f"actor.layout.{key}={value}" for key, value in layout.items()]
+    given += [f"cluster.n_gpus_per_node={replicas + 1}", "data.max_response_length=40"]
+    tower = model_spec(whole_model()).tower
+    plain = planned(*given)
+    tools = planned(*given, "rollout.turns={tools: [calculator]}")
+    agents = planned(*given, "rollout.turns={network: true}", "rollout.agent={command: [agent]}")
+    prompt, response = (plain["times"][f"mean_{name}_tokens"] for name in ("prompt", "response"))
+    of_prompts = 64 * tower.flops(4 * prompt)
+    of_answers = 512 * tower.flops(4 * response)
+    of_samples = 512 * tower.flops(4 * (prompt + response))
+    assert [plan["vision"]["tokens_of_a_response"] for plan in (plain, tools, agents)] == [0, response, response]
+    for plan, ranks, engines in (
+        (plain, replicas * of_prompts, of_prompts),  # each replica has a response to each prompt
+        (tools, replicas * of_prompts + of_answers, of_prompts + of_answers),
+        (agents, of_samples, of_samples),
+    ):
+        vision = plan["vision"]
+        assert vision["flops"] == pytest.approx(ranks)
+        for seconds, flops, of_plain in (
+            ("seconds_of_ranks", ranks, replicas * of_prompts),
+            ("seconds_of_engines", engines, of_prompts),
+        ):
+            assert vision[seconds] / plain["vision"][seconds] == pytest.approx(flops / of_plain)
+        more = plan["times"]["flops"]["log_prob"] - plain["times"]["flops"]["log_prob"]
+        assert more == pytest.approx(ranks - replicas * of_prompts, abs=1e-6 * ranks)
+
+
 def test_under_a_token_budget_a_micro_batch_may_be_prompts_alone():
     given = ["actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=288", "data.max_response_length=8"]
     config = load_config(TINY, overrides=["model.path=none", *given]).config
