@@ -32,6 +32,7 @@ from mrl.whole_file import appears_whole
 RECORD = "record"
 SMALL = "small"
 _ENGINE = "engine"  # a column that is left out: it depends on which engine was free, and equal groups have equal bytes
+_IMAGES = "image_names"  # a column of Samples
 SMALL_BYTES = 2048  # of a column; a member of its own costs more than its bytes
 TRIED_BYTES = 64 * 1024  # of a column, from its middle, to see whether compression helps
 WORTH = 0.8  # share of its bytes; a column that compresses less is stored uncompressed, at the disk's speed
@@ -45,6 +46,9 @@ class GroupRecord:
     attempt: int  # how often it began again before
     samples: Samples | None  # responses with tokens, `sample_id` being the index in the group; None: there are none
     results: Mapping[int, RewardResult]  # by index, for judged responses
+
+
+GROUPS = "group-*.npz"  # names of all such files
 
 
 def group_file(number: int, attempt: int) -> str:
@@ -101,6 +105,16 @@ def read_group(path: Path) -> GroupRecord:
         nobody = np.full(len(columns["sample_id"]), NO_ENGINE, np.int16)
         samples = Samples(**columns | {_ENGINE: nobody})
     return GroupRecord(described["number"], described["attempt"], samples, results)
+
+
+def images_of_group(path: Path) -> frozenset[str]:
+    """Returns the names of the images that responses of a group have. Reads no other column."""
+    with np.load(path) as file:
+        names = file[_IMAGES] if _IMAGES in file.files else None
+        if names is None and SMALL in file.files:
+            described = json.loads(file[RECORD].tobytes())
+            names = _small(described[SMALL], file[SMALL].tobytes()).get(_IMAGES)
+    return frozenset() if names is None else frozenset(name.decode() for name in names.tolist())
 
 
 def _small(described: Iterable[tuple[str, str, list[int]]], joined: bytes) -> dict[str, np.ndarray]:

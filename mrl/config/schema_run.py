@@ -336,7 +336,8 @@ class RecordConfig(Section):
     )
     samples_max_gib: float | None = key(
         256.0,
-        "Size of all files in samples/. Above it the files of the oldest steps are removed. null: no limit.",
+        "Size of all files in samples/, with images of tools and agents that they name. Above it the files of the "
+        "oldest steps are removed. null: no limit.",
         gt=0,
         unit="GiB",
     )

@@ -174,7 +174,7 @@ class ImageReader:
 
     def _write_once(self, name: str, data: bytes) -> None:
         path = path_in(self._store, name)
-        if name in self._checked or self._is_whole(path, name):
+        if (name in self._checked or self._is_whole(path, name)) and self.is_kept(name):
             return
         try:
             _write(path, data)
@@ -182,6 +182,19 @@ class ImageReader:
             if not self._is_whole(path, name):  # another engine has written it meanwhile
                 raise
         self._note(name)
+
+    def is_kept(self, name: str) -> bool:
+        """Tells whether an image is in the store, and marks it as used, so that it stays there
+        (mrl/driver/turn_images.py).
+        """
+        path = path_in(self._store, name)
+        try:
+            os.utime(path)
+        except PermissionError:  # of another user, who does not remove it here
+            return path.exists()
+        except OSError:
+            return False
+        return True
 
     def _note(self, name: str) -> None:
         if len(self._checked) >= MOST_KNOWN:

@@ -24,11 +24,12 @@ from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.hosts import Hosts, Peak
 from mrl.cluster.process_logs import concerning, processes_of
 from mrl.config.deployment import Deployment
+from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RewardConfig, RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
 from mrl.driver.advice import advisers
-from mrl.driver.assemble_data import Data, check_least_scores, keep_images, read_data
+from mrl.driver.assemble_data import Data, check_least_scores, keep_images, names_of_images, read_data
 from mrl.driver.assemble_files import Files, FilesOrder, at_newest_checkpoint, find_beginning, open_files, with_spool
 from mrl.driver.assemble_processes import (
     Processes,
@@ -44,6 +45,7 @@ from mrl.driver.resume import generated_again, groups_again, rewind
 from mrl.driver.sample_writer import SampleWriter
 from mrl.driver.saving import SavedRun, Saver
 from mrl.driver.stop_signals import StopFlag, grace_of_the_job
+from mrl.driver.turn_images import TurnImages
 from mrl.engine.requests import training_sampling
 from mrl.errors import ConfigError, DamagedCheckpoint, EnvironmentFault, Interrupted, LostWeights
 from mrl.generate.generation import Generation
@@ -296,6 +298,15 @@ class _Starts:
         return run
 
 
+def _images_of_turns(config: RunConfig, run_dir: RunDir, data: Data) -> TurnImages | None:
+    """Returns the images of tools and agents; None for a run that has none."""
+    if config.model.vision is None or config.rollout.turns is None:
+        return None
+    of_data = names_of_images((data.stream.prompts, data.val_prompts))
+    # a step trains on responses begun so many steps before; while it writes samples, the next one is under way
+    return TurnImages(run_dir.path, of_data, steps=schedule_of(config).max_staleness + 2)
+
+
 def _ready_run(
     stack: ExitStack,
     config: RunConfig,
@@ -321,7 +332,11 @@ def _ready_run(
     saver.tell_saved = files.spool.saved
     stack.callback(saver.close)
     sample_writer = SampleWriter(
-        run_dir.samples, config.cluster.step_timeout_s, config.record, config.model.vision is not None
+        run_dir.samples,
+        config.cluster.step_timeout_s,
+        config.record,
+        config.model.vision is not None,
+        _images_of_turns(config, run_dir, data),
     )
     stack.callback(sample_writer.close)
     hosts = Hosts(Deployment.of(config), actor, engines)

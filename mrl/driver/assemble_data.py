@@ -104,8 +104,13 @@ def keep_images(
     """
     if images is None:
         return
-    names = {image.name for prompts in datasets for prompt in prompts or () for image in prompt.images}
+    names = names_of_images(datasets)
     images.keep(_entries(prompt_parameters(config, images=images), config), store, names)
+
+
+def names_of_images(datasets: Iterable[PromptDataset | None]) -> set[str]:
+    """Returns the names of the images of all prompts."""
+    return {image.name for prompts in datasets for prompt in prompts or () for image in prompt.images}
 
 
 def _entries(parameters: PromptParameters, config: DataConfig) -> Iterator[tuple[list[Any], Path]]:

@@ -14,6 +14,7 @@ from mrl.config.schema import RecordConfig
 from mrl.data.routes import recoded
 from mrl.data.samples import Samples
 from mrl.driver.step_batch import StepBatch
+from mrl.driver.turn_images import TurnImages
 from mrl.errors import EnvironmentFault
 from mrl.process.ray_nodes import on_node
 from mrl.record.sample_files import (
@@ -36,11 +37,19 @@ LONGEST_TRUTH = 2000  # characters
 class _Writer:
     """The process that writes. It holds few responses at a time."""
 
-    def __init__(self, folder: Path, max_bytes: float, images: bool = False, routes: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: float,
+        images: bool = False,
+        routes: bool = False,
+        of_turns: TurnImages | None = None,
+    ):
         self._folder = folder
         self._max_bytes = max_bytes
         self._routes = routes
         self._images = images
+        self._of_turns = of_turns
 
     def write(
         self, step: int, samples: ResponseStore, results: Sequence[RewardResult], truths: Mapping[int, Any]
@@ -54,7 +63,7 @@ class _Writer:
         write_samples(self._folder, step, _pieces(samples), rewards, turns, branches, self._images)
         if self._routes:
             write_routes(self._folder, step, _with_routes(samples))
-        keep_within(self._folder, self._max_bytes)
+        self._keep_within()
 
     def write_differences(
         self, step: int, rows: Sequence[tuple[np.ndarray, np.ndarray]], *parts: np.ndarray | None
@@ -62,7 +71,15 @@ class _Writer:
         """`rows` are ids and response lengths of each rank's rows. `parts` are None for ranks that return nothing."""
         known = [(*own, part) for own, part in zip(rows, parts, strict=True) if part is not None]
         write_differences(self._folder, step, *(np.concatenate(column) for column in zip(*known, strict=True)))
-        keep_within(self._folder, self._max_bytes)
+        self._keep_within()
+
+    def _keep_within(self) -> None:
+        beside = {} if self._of_turns is None else self._of_turns.bytes_of_steps()
+        keep_within(self._folder, self._max_bytes, beside)
+
+    def remove_unused_images(self) -> None:
+        """Is called after `write`, if that is called."""
+        self._of_turns.remove_unused()
 
 
 def _pieces(samples: ResponseStore) -> Iterator[Samples]:
@@ -95,15 +112,25 @@ class SampleWriter:
     A full disk costs samples, not the run: `failed` counts the files that are missing.
     """
 
-    def __init__(self, folder: Path, timeout_s: float, record: RecordConfig, images: bool = False):
-        """`images`: the run has some."""
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float,
+        record: RecordConfig,
+        images: bool = False,
+        of_turns: TurnImages | None = None,
+    ):
+        """`images`: the run has some. `of_turns`: those of tools and agents, if it may have any."""
         self._timeout_s = timeout_s
         self._kept = record.samples
         self._under_way = {}
         self.failed = 0
         max_bytes = float("inf") if record.samples_max_gib is None else record.samples_max_gib * GIB
         kind = ray.remote(_Writer).options(**on_node())
-        self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes, images, record.routes)
+        self._writer = None
+        if record.samples != "none" or of_turns is not None:
+            self._writer = kind.remote(folder, max_bytes, images, record.routes, of_turns)
+        self._has_images_of_turns = of_turns is not None
 
     def write(
         self,
@@ -117,19 +144,21 @@ class SampleWriter:
         `truth_of` returns the ground truth of a prompt by its id; it is written among the parts of its rewards.
         """
         self.finish()
-        if self._writer is not None:
+        if self._kept != "none":
             rows = kept_rows(len(samples), self._kept)
             chosen = samples.take(rows), [results[row] for row in rows.tolist()]
             ids = np.unique(samples.rows.prompt_id[rows]).tolist()
             truths = {} if truth_of is None else {id: _shown(truth_of(id)) for id in ids}
             self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen, truths)}
+        if self._has_images_of_turns:
+            self._under_way[f"images of step {step}"] = self._writer.remove_unused_images.remote()
 
     def write_differences(self, step: int, trained: StepBatch) -> None:
         """Starts to write differences of log-probs for the rows in the step's file.
 
         They go from the ranks to the writer directly.
         """
-        if self._writer is not None:
+        if self._kept != "none":
             rows, parts = trained.differences(kept_rows(len(trained.rows), self._kept))
             under_way = self._writer.write_differences.remote(step, rows, *parts)
             self._under_way[f"log-probs of step {step}"] = under_way

@@ -111,7 +111,7 @@ class Agents:
 
     def _known(self, image: ChatImage, number: int) -> ChatImage:
         known = self._seen.get(image.digest)
-        if known is None:
+        if known is None or not self.eyes.is_kept(known.name):
             from mrl.data.row_files import BadRow
 
             try:

@@ -63,7 +63,10 @@ class RunDir:
 
     @property
     def images(self) -> Path:
-        """The encoded images of prompts, each in a file under its name, written by mrl.data.image_reader."""
+        """The encoded images of prompts and turns, each in a file under its name, written by mrl.data.image_reader.
+
+        Those of turns that nothing refers to any more are removed by mrl.driver.turn_images.
+        """
         return self.path / "images"
 
     @property

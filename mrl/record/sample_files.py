@@ -23,6 +23,7 @@ from dataclasses import fields
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ OWN_COLUMNS = {"score": pa.float64(), "reason": pa.string()}  # parts of rewards
 GROUND_TRUTH = "ground_truth"  # among the parts of rewards: the row's, unless the reward function returns one
 DIFFERENCES = ".log_probs.parquet"
 ROUTES = ".routes.parquet"
+_IMAGES = "images"
 ROWS_AT_ONCE = 64  # of a row group, which a reader decompresses for one response
 
 
@@ -140,14 +142,25 @@ def steps_with_responses(folder: Path) -> list[int]:
     return sorted({int(name[1]) for name in names if name})
 
 
-def keep_within(folder: Path, max_bytes: float) -> list[int]:
+def images_of_step(folder: Path, step: int) -> frozenset[str]:
+    """Returns the names of the images that a step's responses have. Raises one of DAMAGED."""
+    path = folder / f"step-{step}.parquet"
+    if _IMAGES not in pq.read_schema(path).names:
+        return frozenset()
+    column = pq.read_table(path, columns=[_IMAGES])[_IMAGES].combine_chunks()
+    return frozenset(column.flatten().field("name").to_pylist())
+
+
+def keep_within(folder: Path, max_bytes: float, beside: Mapping[int, int] = MappingProxyType({})) -> list[int]:
     """Removes files of the oldest steps until at most `max_bytes` remain, but never the newest step. Returns removed
     steps.
+
+    `beside`: bytes elsewhere that go with a step.
     """
     sizes: dict[int, int] = {}
     for file in folder.glob("step-*.*"):
         step = step_of(file)
-        sizes[step] = sizes.get(step, 0) + file.stat().st_size
+        sizes[step] = sizes.get(step, beside.get(step, 0)) + file.stat().st_size
     removed = []
     for step in sorted(sizes)[:-1]:
         if sum(sizes.values()) <= max_bytes:

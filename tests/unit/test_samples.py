@@ -283,6 +283,7 @@ def test_the_rows_ground_truth_stands_beside_each_response_and_in_the_report(tmp
 
     writer = SampleWriter.__new__(SampleWriter)
     writer._kept, writer._under_way, writer._timeout_s = "all", {}, 1.0
+    writer._has_images_of_turns = False
     remote = SimpleNamespace(remote=lambda *given: written.append(given))
     writer._writer = SimpleNamespace(write=remote)
     results = [RewardResult(i, float(i), {"acc": 1.0} if i else {"ground_truth": "its own"}, "ok") for i in range(4)]
