@@ -118,6 +118,18 @@ class PromptParameters:
         """Returns a row's messages and other fields, as `parse_row` does. Raises BadRow."""
         return parse_row(raw, self.prompt_key, self.reward_fn_key, self._images_read)
 
+    def shown(self, raw: RawRow, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Returns the messages with parts for the row's images, and the images as its column has them, none where no
+        images are read. Raises BadRow unless there are as many marks as images.
+        """
+        if self.images is None:
+            return messages, []
+        entries = images_of(raw, self.image_key)
+        marked = any(not isinstance(each["content"], str) or MARK in each["content"] for each in messages)
+        if not entries and not marked:
+            return messages, []
+        return with_images(messages, len(entries)), entries
+
     @property
     def _images_read(self) -> str:
         return self.image_key if self.images is not None else ""
@@ -328,7 +340,8 @@ class _Loader:
             acts = self.parameters.tools is not None and self.parameters.tools.needs_row(rest["extra_info"])
             images: list[KnownImage] = []
             if look is not None:
-                messages, images = self._seen(raw, messages, look)
+                messages, entries = self.parameters.shown(raw, messages)
+                images = look() if entries else []
             identity = [messages, self.rows] if acts else messages
             if images:
                 identity = [identity, [image.name for image in images]]
@@ -377,16 +390,6 @@ class _Loader:
             tuple(self.sizes),
         )
 
-    def _seen(
-        self, raw: RawRow, messages: list[dict[str, Any]], look: "Look"
-    ) -> tuple[list[dict[str, Any]], list[KnownImage]]:
-        """Returns the messages with parts for the row's images, and the images."""
-        entries = images_of(raw, self.parameters.image_key)
-        marked = any(not isinstance(each["content"], str) or MARK in each["content"] for each in messages)
-        if not entries and not marked:
-            return messages, []
-        return with_images(messages, len(entries)), look()
-
     def _expanded(self, ids: list[int], images: list[KnownImage]) -> tuple[list[int], tuple[RowImage, ...]]:
         limit = self.parameters.max_prompt_length
         for number, image in enumerate(images, 1):
@@ -402,7 +405,7 @@ class _Loader:
         return tokens, rows
 
     def _tokenise(self, messages: list[dict[str, Any]], extra_info: Mapping[str, Any]) -> list[int]:
-        texts = [text for message in messages for text in _texts(message["content"])]
+        texts = [text for message in messages for text in texts_of(message["content"])]
         if forged := next((token for token in self.forging if any(token in text for text in texts)), None):
             raise BadRow(f"a message holds {forged}, a token of the model's own, which would forge a turn", forged)
         arguments = self.parameters.template_arguments(extra_info)
@@ -455,7 +458,8 @@ class _Loader:
             notes[fault] = SetAside(raw.file, raw.row, reason)
 
 
-def _texts(content: str | list[dict[str, Any]]) -> list[str]:
+def texts_of(content: str | list[dict[str, Any]]) -> list[str]:
+    """Returns the texts of a message, which is one unless it has parts."""
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content if part["type"] == "text"]

@@ -14,7 +14,8 @@ from mrl.model import model_spec
 from mrl.model.registry import family_of, known_hf_config, own_config
 from mrl.rank.family_reference import compute
 from mrl.tools.family.check import GRADIENTS, LOG_PROBS, run_config
-from mrl.tools.family.drawn import small_config, whole_config
+from mrl.tools.family.drawn import small_config
+from mrl.tools.rehearse.small_tower import whole_config
 
 pytestmark = pytest.mark.real
 

@@ -15,7 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mrl.model import model_spec
 from mrl.model.registry import family_of, known_hf_config
 from mrl.rank.family_reference import make
-from mrl.tools.family.drawn import small_config, whole_config
+from mrl.tools.family.drawn import small_config
+from mrl.tools.rehearse.small_tower import whole_config
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 LARGEST = 1e-4  # nats, as between engines and ranks in a run; a wrong position or picture gives above 1e-2

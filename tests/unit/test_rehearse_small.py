@@ -33,8 +33,16 @@ LAYOUT = "actor.layout"
 
 
 def hf_config_of(path: Path) -> dict:
-    """Of a preset's model; the tiny worlds have Qwen3-MoE's architecture."""
-    return known_hf_config(known_name(load_config(path).config.model.path) or "Qwen3-30B-A3B")
+    """Of a preset's model; the tiny worlds have Qwen3-MoE's architecture, and that of Qwen3-VL where they see."""
+    config = load_config(path).config.model
+    return known_hf_config(known_name(config.path) or ("Qwen3-VL-2B" if config.vision else "Qwen3-30B-A3B"))
+
+
+def small_of(path: Path, rehearsal: Rehearsal, positions: int = 512) -> ModelSpec:
+    vision = rehearsal.config.model.vision
+    return model_spec(
+        small_hf_config(hf_config_of(path), rehearsal.layout.layers, 320, positions, vision is not None), vision
+    )
 
 
 def rehearsal_of(path: Path, tmp_path: Path, *overrides: str) -> Rehearsal:
@@ -53,11 +61,7 @@ def test_the_rehearsal_of_a_preset_breaks_no_rule_and_is_read_back_as_it_was_mad
     resolved = load_config(tmp_path / "rehearsal.yaml")
     assert resolved.config == rehearsal.config
     data = rehearsal.config.data
-    model = model_spec(
-        small_hf_config(
-            hf_config_of(path), rehearsal.layout.layers, 320, data.max_prompt_length + data.max_response_length
-        )
-    )
+    model = small_of(path, rehearsal, data.max_prompt_length + data.max_response_length)
     assert [violation.field for violation in violations(resolved, model)] == without_engine(model)
 
 
@@ -71,7 +75,7 @@ def test_every_recipe_can_be_rehearsed_on_every_preset(path, recipe, tmp_path):
     rehearsal = compose(config, WorkFolder(tmp_path), cpus=2)
     assert rehearsal.config.algorithm.policy_loss.loss_mode == config.algorithm.policy_loss.loss_mode
     (tmp_path / "rehearsal.yaml").write_text(rehearsal.to_yaml())
-    model = model_spec(small_hf_config(hf_config_of(path), rehearsal.layout.layers, 320, 512))
+    model = small_of(path, rehearsal)
     broken = [violation.field for violation in violations(load_config(tmp_path / "rehearsal.yaml"), model)]
     lacks = recipe == "ppo" and (model.is_latent or model.is_hybrid or model.attention_sinks)
     assert sorted(broken) == ["algorithm.adv_estimator"] * lacks + without_engine(model)
@@ -152,7 +156,7 @@ def test_every_notation_of_a_split_has_a_small_form(overrides, cut, tmp_path):
     preset = FOLDER / "qwen3-30b-a3b" / "h100-4x8.yaml"
     settings = [f"{LAYOUT}.{text}" for text in ("pipeline_model_parallel_size=2", *overrides)]
     rehearsal = rehearsal_of(preset, tmp_path, *settings)
-    model = model_spec(small_hf_config(hf_config_of(preset), rehearsal.layout.layers, 320, 512))
+    model = small_of(preset, rehearsal)
     assert TrainLayout.build(rehearsal.config.actor.layout.model_dump(), model).chunk_layers == cut
 
 
@@ -335,7 +339,7 @@ def test_drafts_are_rehearsed_where_a_cpu_can_draft_and_named_where_it_cannot(pr
     (tmp_path / "rehearsal.yaml").write_text(rehearsal.to_yaml())
     data = rehearsal.config.data
     positions = data.max_sample_length + draft_positions(rehearsal.config.rollout)
-    model = model_spec(small_hf_config(hf_config_of(path), rehearsal.layout.layers, 320, positions))
+    model = small_of(path, rehearsal, positions)
     assert [v.field for v in violations(load_config(tmp_path / "rehearsal.yaml"), model)] == []
 
 

@@ -30,7 +30,8 @@ from mrl.model.tower_sizes import VisionTower
 from mrl.model.trained_tower import PROJECTOR, TRAINED, TrainedTower
 from mrl.reshard.proof import verify
 from mrl.reshard.setup import SyncSetup
-from mrl.tools.family.drawn import small_config, whole_config
+from mrl.tools.family.drawn import small_config
+from mrl.tools.rehearse.small_tower import whole_config
 
 VISION = {"depth": 2, "hidden_size": 8, "intermediate_size": 6, "out_hidden_size": 64, "num_position_embeddings": 9}
 

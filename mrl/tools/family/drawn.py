@@ -7,8 +7,8 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec, model_spec
 from mrl.model.hf_config import HfConfig
 from mrl.model.registry import family_of
-from mrl.model.weight_map import Family
 from mrl.tools.rehearse.small_model import HEAD_DIM, small_hf_config
+from mrl.tools.rehearse.small_tower import whole_config
 
 PLAIN = "plain"
 ODD = "odd sizes"
@@ -31,11 +31,6 @@ _ODD = {
 }
 _ODD_LATENT = {"num_key_value_heads": 3, "qk_nope_head_dim": 40, "v_head_dim": 24}
 _ODD_HYBRID = {"linear_num_key_heads": 3}
-# a vision tower of a few weights, by the keys of all classes, and the pairs of a head that an image's positions turn
-_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "deepstack_visual_indexes": [1, 0]}
-_TOWER |= {"fullatt_block_indexes": [0], "num_position_embeddings": 16}
-_TOKENS = {"image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 9, "vision_end_token_id": 10}
-_PAIRS = [6, 5, 5]
 # further settings, of which a family is tried with those that change its model
 _SWITCHES: tuple[dict[str, Any], ...] = (
     {"q_lora_rank": None},
@@ -78,33 +73,6 @@ def drawn_configs(config: HfConfig) -> dict[str, dict[str, Any]]:
             changed = {**(plain if change.keys() & set(MIXED) else short), **change}
             drawn[", ".join(f"{key} = {value}" for key, value in change.items())] = changed
     return drawn
-
-
-def whole_config(plain: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Returns the configuration of a model that reads images around the text model of `plain`."""
-    inside = family.wrapped_type or family.model_type
-    inner = {**plain, "model_type": inside}
-    if family.wrapped_type:
-        rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _PAIRS}
-        if inside.startswith("qwen3_vl"):
-            rotation["mrope_interleaved"] = True
-        inner = {key: value for key, value in inner.items() if key not in ("rope_theta", "rope_scaling")}
-        inner["rope_parameters"] = rotation
-    elif (rotation := inner.get("rope_parameters")) is not None and "mrope_section" in rotation:
-        pairs = model_spec(plain).rotated_head_dim // 2  # of a small head; vLLM wants the sections to be all of them
-        third = pairs // 3
-        inner["rope_parameters"] = rotation | {"mrope_section": [pairs - 2 * third, third, third]}
-    tower = {**_TOWER, "out_hidden_size": plain["hidden_size"]}
-    if inside.startswith("qwen3_5"):  # whose class has none of DeepStack's features, and vLLM's would make them
-        tower["deepstack_visual_indexes"] = []
-    return {
-        "architectures": [family.wrapper],
-        "model_type": inside.removesuffix("_text"),
-        "tie_word_embeddings": bool(plain.get("tie_word_embeddings")),
-        **_TOKENS,
-        "text_config": inner,
-        "vision_config": tower,
-    }
 
 
 def _odd(plain: dict[str, Any]) -> dict[str, Any]:

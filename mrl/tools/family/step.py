@@ -7,6 +7,7 @@ from typing import Any
 
 from mrl.config.yaml_tree import dump_value
 from mrl.model import ModelSpec
+from mrl.model.wrapped import with_text_config
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 from mrl.tools.rehearse.small_model import write_checkpoint, write_tokenizer
 
@@ -33,9 +34,8 @@ def train_step(config: dict[str, Any], whole: dict[str, Any], work: Path, deadli
     folder = work / "model"
     write_tokenizer(folder)
     last = _VOCAB_SIZE - 1
-    model = write_checkpoint(folder, {**config, "vocab_size": _VOCAB_SIZE, "eos_token_id": last}, (last,), _RESPONSE)
-    if whole:
-        _surround(folder, whole)
+    words = {"vocab_size": _VOCAB_SIZE, "eos_token_id": last}
+    model = write_checkpoint(folder, with_text_config(whole or config, words), (last,), _RESPONSE)
     rows = work / "rows.jsonl"
     rows.write_text("".join(json.dumps(_row(number)) + "\n" for number in range(_PROMPTS * 2)), encoding="utf-8")
     file = work / "run.yaml"
@@ -50,17 +50,6 @@ def train_step(config: dict[str, Any], whole: dict[str, Any], work: Path, deadli
     lines = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [row for row in map(json.loads, lines) if row.get("training/global_step")]
     return _judged(steps)
-
-
-def _surround(folder: Path, whole: dict[str, Any]) -> None:
-    """Gives a text model's folder the form of a model that reads images, without its tower, which nobody reads."""
-    import safetensors.numpy
-
-    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-    inside = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    safetensors.numpy.save_file(inside, folder / "model.safetensors", {"format": "pt"})
-    inner = {**whole["text_config"], "vocab_size": _VOCAB_SIZE, "eos_token_id": _VOCAB_SIZE - 1}
-    (folder / "config.json").write_text(json.dumps({**whole, "text_config": inner}), encoding="utf-8")
 
 
 def _judged(steps: list[dict[str, Any]]) -> Step:

@@ -125,25 +125,13 @@ def compose(
     changes = [*_layout_changes(original, layout), *batch.changes, *on_cpu, *_cluster(original, layout, cpus)]
     changes += [*_files(original, work), *_schedule(original, batch), *_reference(original)]
     changes += [*_adapters(original), *_teacher(original, work), *_quantisation(original)]
-    changes += [*_critic(original, layout, batch), *_images(original)]
+    changes += _critic(original, layout, batch)
     changes += _turns(original) if has_tools else _no_turns(original)
     changes = [change for change in changes if change.now != change.was]
     fewer = [OutOfReach("actor.ppo_mini_batch_size", text) for text in updates_changed(original, batch)]
-    lost += [*layout.out_of_reach, *fewer, *_teacher_lost(original), *_images_lost(original)]
+    lost += [*layout.out_of_reach, *fewer, *_teacher_lost(original)]
     lost += [] if has_tools else [OutOfReach("rollout.turns", _why_not(original))]
     return Rehearsal(original, _applied(original, changes), layout, batch, tuple(changes), tuple(lost))
-
-
-def _images(original: RunConfig) -> list[Change]:
-    why = "the small model is the text model alone, and rows are texts"
-    rate = Change("actor.optim.vision_lr", original.actor.optim.vision_lr, None, "no tower is trained")
-    return [Change("model.vision", original.model.vision, None, why), rate]
-
-
-def _images_lost(original: RunConfig) -> list[OutOfReach]:
-    if original.model.vision is None:
-        return []
-    return [OutOfReach("model.vision", "the small model has no vision tower")]
 
 
 def _applied(original: RunConfig, changes: list[Change]) -> RunConfig:

@@ -383,6 +383,8 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("actor.freeze_router"),
     Switch("actor.lora.rank", off=(0,)),
     Switch("actor.lora.dropout", off=(0.0,)),
+    Switch("model.vision", missing="no image was in an update"),
+    Switch("actor.optim.vision_lr"),
     Switch("rollout.quantization"),
     Switch("algorithm.adv_estimator", missing=_OTHER),
     Switch("critic", _metric("critic/vf_loss"), "no update of a critic", value=_critic),

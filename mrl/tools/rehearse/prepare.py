@@ -1,9 +1,12 @@
 """Writes everything that a rehearsal reads into its work folder, and reports what replaces missing inputs."""
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.config.speculation_rules import draft_positions
-from mrl.data.dataset import ChatTokenizer, PromptParameters, load_chat_tokenizer
+from mrl.data.dataset import ChatTokenizer, PromptParameters, load_chat_tokenizer, texts_of
+from mrl.data.images import image_bytes
 from mrl.data.row_files import BadRow
-from mrl.driver.assemble_data import offer_of, rule_in
+from mrl.driver.assemble_data import image_reader, offer_of, rule_in
 from mrl.engine.requests import turns_spec
 from mrl.errors import DataError, InvalidConfig
 from mrl.model import ModelSpec, known_name, model_spec, read_hf_config
 from mrl.model.hub import cached_folder
 from mrl.model.registry import has_tokenizer, known_hf_config, stop_token_ids
+from mrl.model.wrapped import with_text_config
 from mrl.reward.items import ONE_TURN, RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
 from mrl.reward.resolve import check_data_sources
@@ -34,6 +39,7 @@ from mrl.tools.rehearse.small_model import (
     write_checkpoint,
     write_tokenizer,
 )
+from mrl.tools.rehearse.small_tower import TOKENS, ids_of, write_processor
 
 TRAIN_ROWS = 32
 VAL_ROWS = 8
@@ -62,7 +68,8 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
         update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})}
     )
     hf_config = original_hf_config(original.model.path)
-    small_hf_config(hf_config, 2, 64, 64)  # raises before anything is written
+    sees = original.model.vision is not None
+    small_hf_config(hf_config, 2, 64, 64, sees)  # raises before anything is written
     substitutes = [_tokenizer(original, work)]
     tokenizer = load_chat_tokenizer(str(work.model), original.data.apply_chat_template_kwargs)
     turns = turns_spec(original.rollout.turns, original.data)
@@ -71,7 +78,13 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     if turns and has_tools:
         offer = offer_of(turns.tools, original.reward)
     parameters = replace(_parameters(original), tools=offer)
-    rehearsal = compose(original, work, cpus, least_prompt(tokenizer, parameters, offer), has_tools)
+    least = least_prompt(tokenizer, parameters, offer)
+    if sees:
+        substitutes.append(_processor(original, hf_config, work))
+        _begin_to_see(original, hf_config, tokenizer, work)
+        parameters = replace(parameters, images=image_reader(str(work.model), original.data))
+        least = max(least, _longest_shown(original, tokenizer, parameters))
+    rehearsal = compose(original, work, cpus, least, has_tools)
     model = _checkpoint(original, hf_config, tokenizer, rehearsal, work)
     limited = replace(parameters, max_prompt_length=rehearsal.config.data.max_prompt_length)
     substitutes += _rows(original, work, tokenizer, limited)
@@ -92,8 +105,28 @@ def _tokenizer(original: RunConfig, work: WorkFolder) -> str:
     if has_tokenizer(source):
         copy_tokenizer(source, work.model)
         return ""
-    write_tokenizer(work.model, with_tools=original.rollout.turns is not None)
+    sees = original.model.vision is not None
+    write_tokenizer(work.model, with_tools=original.rollout.turns is not None, sees=sees)
     return f"tokenizer: none at {source}, so ours, a token a byte, with a chat template"
+
+
+def _processor(original: RunConfig, hf_config: dict[str, Any], work: WorkFolder) -> str:
+    is_own = write_processor(Path(original.model.path), work.model, hf_config["vision_config"])
+    whose = "the model's own image processor" if is_own else f"no image processor at {original.model.path}, so Qwen's"
+    return f"images: {whose}, which makes at most about {TOKENS} tokens of each here"
+
+
+def _begin_to_see(original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, work: WorkFolder) -> None:
+    """Writes a first config.json, by which images are read before the model's sizes are known."""
+    small = _seen_by(original, tokenizer, small_hf_config(hf_config, 2, vocabulary_size(tokenizer), 64, sees=True))
+    (work.model / "config.json").write_text(json.dumps(small), encoding="utf-8")
+
+
+def _seen_by(original: RunConfig, tokenizer: Any, small: dict[str, Any]) -> dict[str, Any]:
+    """Returns the small configuration with the ids of images' tokens: the model's own, or those of our tokenizer."""
+    if has_tokenizer(original.model.path):
+        return small
+    return small | ids_of(tokenizer)
 
 
 def _parameters(config: RunConfig) -> PromptParameters:
@@ -105,6 +138,7 @@ def _parameters(config: RunConfig) -> PromptParameters:
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         enable_thinking=data.enable_thinking,
         reward_fn_key=data.reward_fn_key,
+        image_key=data.image_key,
         unmatched=None if rule is None else partial(unmatched, rule),
     )
 
@@ -120,8 +154,11 @@ def _checkpoint(
         ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer))
     ends = ends or (tokenizer.eos_token_id,)
     positions = -(-(data.max_sample_length + draft_positions(rehearsal.config.rollout)) // 64) * 64
-    small = small_hf_config(hf_config, rehearsal.layout.layers, vocabulary_size(tokenizer), positions)
-    small |= {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
+    sees = original.model.vision is not None
+    small = small_hf_config(hf_config, rehearsal.layout.layers, vocabulary_size(tokenizer), positions, sees)
+    small = with_text_config(small, {"eos_token_id": ends[0] if len(ends) == 1 else list(ends)})
+    if sees:
+        small = _seen_by(original, tokenizer, small)
     turns = rehearsal.config.rollout.turns
     turn = data.max_response_length if turns is None else data.max_response_length // (4 * turns.max_turns)
     model = write_checkpoint(work.model, small, ends, turn)
@@ -136,9 +173,15 @@ def _in_words(was: ModelSpec, model: ModelSpec) -> str:
     latents = ""
     if was.is_latent:
         latents = f", latents of {was.kv_lora_rank} to {model.kv_lora_rank}, the size of vLLM's CPU kernel"
+    tower = ""
+    if was.tower is not None and model.tower is not None:
+        tower = (
+            f", a vision tower of {was.tower.layers} layers of {was.tower.hidden_size} to {model.tower.layers} of "
+            f"{model.tower.hidden_size}"
+        )
     return (
         f"{model.family}: {was.num_layers} layers of {was.hidden_size} to {model.num_layers} of "
-        f"{model.hidden_size}{experts}{latents}"
+        f"{model.hidden_size}{experts}{latents}{tower}"
     )
 
 
@@ -156,7 +199,7 @@ def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters, offer: 
     arguments = replace(parameters, tools=None).template_arguments()
     if offer is not None:
         arguments["tools"] = list(offer.all_schemas)
-    return _length([{"role": "user", "content": ""}], tokenizer, arguments) + _AFTER_TEMPLATE
+    return len(_ids([{"role": "user", "content": ""}], tokenizer, arguments)) + _AFTER_TEMPLATE
 
 
 def rows_of(
@@ -183,97 +226,176 @@ def _of_file(
     file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str
 ) -> Rows:
     synthetic = not Path(file).is_file()
-    made = _synthetic(start, count, data_source, parameters.tools) if synthetic else _read(file, count, parameters)
+    made = _synthetic(start, count, data_source, parameters)
+    if not synthetic:
+        made = _read(file, count, tokenizer, parameters)
     conversations = list(made)
     if not conversations:
         raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
     rows = []
     cut = 0
-    for number, (messages, rest) in enumerate(conversations, start):
-        arguments = parameters.template_arguments(rest["extra_info"])
-        fitting = _fitted(messages, number, tokenizer, parameters.max_prompt_length, arguments)
-        cut += fitting is not messages
-        rows.append(_row(fitting, rest, number, parameters))
+    for number, made in enumerate(conversations, start):
+        fitting = _fitted(made, number, tokenizer, parameters)
+        cut += fitting is not made.messages
+        rows.append(_row(fitting, made, number, parameters))
     return Rows(tuple(rows), synthetic, cut)
 
 
-def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple[list[dict[str, str]], Row]]:
+@dataclass(frozen=True)
+class _Made:
+    """A usable row."""
+
+    messages: list[dict[str, Any]]
+    rest: Row
+    images: tuple[bytes, ...] = ()  # encoded
+
+
+def _read(file: str, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters) -> Iterator[_Made]:
     """Yields usable rows from the beginning of a file. `mrl train` reports faults of the others."""
     for raw in parameters.rows(file):
         if not count:
             return
         try:
-            parsed = parameters.parsed(raw)
-            parameters.template_arguments(parsed[1]["extra_info"])
-            parameters.check_truth(parsed[1])
+            messages, rest = parameters.parsed(raw)
+            parameters.template_arguments(rest["extra_info"])
+            parameters.check_truth(rest)
+            messages, entries = parameters.shown(raw, messages)
+            folder = Path(raw.file).parent
+            encoded = tuple(image_bytes(entry, number, folder) for number, entry in enumerate(entries, 1))
+            made = _Made(messages, rest, encoded)
+            if encoded and _length_shown(made, tokenizer, parameters) > parameters.max_prompt_length:
+                continue
         except BadRow:
             continue
         count -= 1
-        yield parsed
+        yield made
 
 
-def _synthetic(
-    start: int, count: int, data_source: str, offer: Offer | None
-) -> Iterator[tuple[list[dict[str, str]], Row]]:
-    """Makes up rows. The environments take turns."""
+def _synthetic(start: int, count: int, data_source: str, parameters: PromptParameters) -> Iterator[_Made]:
+    """Makes up rows. The environments take turns. Of four rows for a model that sees, three show an image."""
     environments = []
-    if offer is not None:
-        environments = list(offer.environments)
+    if parameters.tools is not None:
+        environments = list(parameters.tools.environments)
     for number in range(start, start + count):
         extra_info = {}
         if environments:
             extra_info = {ENVIRONMENT: environments[number % len(environments)]}
-        question = f"What is {number} + {2 * number + 1}?"
-        answer = str(3 * number + 1)
-        yield (
-            [{"role": "user", "content": question}],
-            {"data_source": data_source, "ground_truth": answer, "extra_info": extra_info},
-        )
+        content: Any = f"What is {number} + {2 * number + 1}?"
+        rest = {"data_source": data_source, "ground_truth": str(3 * number + 1), "extra_info": extra_info}
+        images: tuple[bytes, ...] = ()
+        if parameters.images is not None and number % 4 != 3:
+            content = [{"type": "image"}, {"type": "text", "text": content}]
+            images = (_drawn(number),)
+        yield _Made([{"role": "user", "content": content}], rest, images)
 
 
-def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: PromptParameters) -> Row:
-    return {
-        parameters.reward_fn_key: rest["data_source"],
+def _drawn(number: int) -> bytes:
+    """Returns an image, encoded: a number has its own colour and size."""
+    from PIL import Image
+
+    out = BytesIO()
+    colour = (number * 37 % 256, number * 91 % 256, number * 53 % 256)
+    Image.new("RGB", (32 + 8 * (number % 5), 32 + 8 * (number % 3)), colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def _row(messages: list[dict[str, Any]], made: _Made, number: int, parameters: PromptParameters) -> Row:
+    row = {
+        parameters.reward_fn_key: made.rest["data_source"],
         parameters.prompt_key: messages,
-        "reward_model": {"style": "rule", "ground_truth": rest["ground_truth"]},
-        "extra_info": {**rest["extra_info"], ROW: number},
+        "reward_model": {"style": "rule", "ground_truth": made.rest["ground_truth"]},
+        "extra_info": {**made.rest["extra_info"], ROW: number},
     }
+    if parameters.images is not None:
+        row[parameters.image_key] = made.images
+    return row
 
 
-def _fitted(
-    messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, longest_prompt: int, arguments: Row
-) -> list[dict[str, str]]:
-    """Cuts the longest messages from their beginning until the prompt fits.
+def _fitted(made: _Made, number: int, tokenizer: ChatTokenizer, parameters: PromptParameters) -> list[dict[str, Any]]:
+    """Cuts the longest texts from their beginning until the prompt fits.
 
     A cut prompt begins with its row's number, so that prompts stay different.
     """
-    excess = _length(messages, tokenizer, arguments) - longest_prompt
+    longest_prompt = parameters.max_prompt_length
+    excess = _length_of(made, tokenizer, parameters) - longest_prompt
     if excess <= 0:
-        return messages
-    texts = [message["content"] for message in messages]
+        return made.messages
+    texts = [text for message in made.messages for text in texts_of(message["content"])]
     mark = f"{number}: "
     while excess > 0:
-        longest = max(range(len(texts)), key=lambda i: len(texts[i]))
-        if not texts[longest]:
+        longest = max(range(len(texts)), key=lambda i: len(texts[i]), default=None)
+        if longest is None or not texts[longest]:
             raise DataError(f"the chat template alone takes more than {longest_prompt} tokens (data.max_prompt_length)")
         texts[longest] = texts[longest][max(excess, 1) :]
-        marked = [*texts[:-1], mark + texts[-1]]
-        cut = [{**message, "content": text} for message, text in zip(messages, marked, strict=True)]
-        excess = _length(cut, tokenizer, arguments) - longest_prompt
+        cut = _with_texts(made.messages, [*texts[:-1], mark + texts[-1]])
+        excess = _length_of(replace(made, messages=cut), tokenizer, parameters) - longest_prompt
     return cut
 
 
-def _length(messages: list[dict[str, str]], tokenizer: ChatTokenizer, arguments: Row) -> int:
+def _with_texts(messages: list[dict[str, Any]], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the messages with other texts, in their order."""
+    left = iter(texts)
+
+    def other(content: Any) -> Any:
+        if isinstance(content, str):
+            return next(left)
+        return [part | {"text": next(left)} if part["type"] == "text" else part for part in content]
+
+    return [{**message, "content": other(message["content"])} for message in messages]
+
+
+def _length_of(made: _Made, tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
+    """Returns the tokens of a prompt, those of its images included. Raises BadRow for images that cannot be shown."""
+    arguments = parameters.template_arguments(made.rest["extra_info"])
+    ids = _ids(made.messages, tokenizer, arguments)
+    if made.images:
+        ids, _ = parameters.images.expanded(ids, parameters.images.read_images(made.images, Path()))
+    return len(ids)
+
+
+def _length_shown(made: _Made, tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
+    """Returns the tokens of a prompt's images with few words beside them."""
+    texts = [text for message in made.messages for text in texts_of(message["content"])]
+    bare = replace(made, messages=_with_texts(made.messages, [""] * len(texts)))
+    return _length_of(bare, tokenizer, parameters) + _AFTER_TEMPLATE
+
+
+def _longest_shown(original: RunConfig, tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
+    """Returns the tokens that the images of the first rows need, with few words beside them.
+
+    Raises DataError for a chat template that has no form for an image.
+    """
+    made = list(_synthetic(0, 1, "", parameters))
+    for files, count in ((original.data.train_files, TRAIN_ROWS), (original.data.val_files, VAL_ROWS)):
+        for file in filter(os.path.isfile, files):
+            made += _read(file, count, tokenizer, parameters)
+    try:
+        return max(_length_shown(row, tokenizer, parameters) for row in made)
+    except BadRow as problem:
+        raise DataError(f"no row with an image can be a prompt of this model: {problem}") from None
+
+
+def _ids(messages: list[dict[str, Any]], tokenizer: ChatTokenizer, arguments: Row) -> list[int]:
     out = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
     )
-    return len(out["input_ids"] if isinstance(out, Mapping) else out)
+    return list(out["input_ids"] if isinstance(out, Mapping) else out)
 
 
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Writes rows as a JSONL file."""
+def write_rows(file: Path, rows: Sequence[Row], image_key: str = "") -> None:
+    """Writes rows as a JSONL file, and the encoded images of their column `image_key` as files beside it."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    if image_key:
+        rows = [row | {image_key: [_kept(file.parent, image) for image in row[image_key]]} for row in rows]
     file.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8")
+
+
+def _kept(folder: Path, image: bytes) -> str:
+    """Writes an image and returns its path in the folder."""
+    name = Path("images") / hashlib.blake2b(image, digest_size=16).hexdigest()
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(image)
+    return str(name)
 
 
 def synthetic_source(config: RunConfig) -> str:
@@ -292,6 +414,7 @@ def synthetic_source(config: RunConfig) -> str:
 def _rows(original: RunConfig, work: WorkFolder, tokenizer: Any, parameters: PromptParameters) -> list[str]:
     said = []
     source = synthetic_source(original)
+    shown = "" if parameters.images is None else parameters.image_key
     kinds = (
         ("train", original.data.train_files, TRAIN_ROWS, 0),
         ("val", original.data.val_files, VAL_ROWS, VALIDATION),
@@ -301,7 +424,7 @@ def _rows(original: RunConfig, work: WorkFolder, tokenizer: Any, parameters: Pro
         if files or kind == "train":
             made = rows_of(files, count, tokenizer, parameters, source, first)
         for number, rows in enumerate(made):
-            write_rows(work.rows(kind, number), rows.rows)
+            write_rows(work.rows(kind, number), rows.rows, shown)
         said += [text for file, rows in zip(files or ("",), made, strict=False) if (text := _said_of(kind, file, rows))]
     return said
 

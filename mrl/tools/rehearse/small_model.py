@@ -9,7 +9,7 @@ Several query heads still share a key-value head. Every size divides by the degr
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from math import log, sqrt
+from math import log, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
 from mrl.model.hf_config import HfConfig
 from mrl.model.hf_files import HF_FILES
-from mrl.model.registry import family_of, own_config
+from mrl.model.registry import family_of, own_config, wrapper_of
 from mrl.model.rotation import settings as rotary_settings
 from mrl.model.tensors import as_stored
+from mrl.model.trained_tower import NAMES, TRAINED
+from mrl.tools.rehearse.small_tower import IMAGE_TOKENS, as_files, small_whole
 
 # vLLM's CPU kernels compute in blocks of 32
 HIDDEN = 128
@@ -54,11 +56,16 @@ _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SmallForm = Callable[[HfConfig], dict[str, Any]]
 
 
-def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: int) -> dict[str, Any]:
-    """Shrinks `config`, in float32. Of a model that also reads images only the text model stays.
+def small_hf_config(
+    config: HfConfig, layers: int, vocab_size: int, positions: int, sees: bool = False
+) -> dict[str, Any]:
+    """Shrinks `config`, in float32. Of a model that also reads images only the text model stays, unless it `sees`.
 
-    `positions` is the tokens of the longest sample. Raises ConfigError for a family that has no small form.
+    `positions` is the tokens of the longest sample. Raises ConfigError for a family that has no small form, and for a
+    model without a vision tower that is to see.
     """
+    if sees:
+        return _seeing(config, layers, vocab_size, positions)
     config = own_config(config)
     form = SMALL_FORMS.get(_SAME_MODEL.get(config.get("model_type"), config.get("model_type")))
     if form is None:
@@ -80,6 +87,13 @@ def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: i
     }
     small = kept | sizes | form(config)
     return small | _small_rotation(small)
+
+
+def _seeing(config: HfConfig, *sizes: int) -> dict[str, Any]:
+    if wrapper_of(config) is None:
+        raise ConfigError(f"model.vision: model_type {config.get('model_type')!r} has no vision tower")
+    plain = small_hf_config(config, *sizes)
+    return small_whole(config, plain, family_of(model_spec(plain)))
 
 
 def _small_rotation(config: HfConfig) -> dict[str, Any]:
@@ -224,6 +238,12 @@ _WHOLE = (PAD, START, END, "<think>", "</think>", "system", "user", "assistant")
 _OF_TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _MULTIPLE = 64  # the vocabulary's size divides by it, because tensor ranks share its rows
 _MESSAGE = "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+# a message's content that may have parts, each image as one token between two marks
+_SHOWN = (
+    "{%- macro shown(content) %}{%- if content is string %}{{ content }}{%- else %}{%- for part in content %}"
+    "{%- if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else %}{{ part['text'] }}{%- endif %}{%- endfor %}{%- endif %}{%- endmacro %}"
+)
 _GENERATION = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' "
@@ -257,12 +277,12 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
                 shutil.copy(file, folder / file.name)
 
 
-def write_tokenizer(folder: Path, with_tools: bool = False) -> None:
+def write_tokenizer(folder: Path, with_tools: bool = False, sees: bool = False) -> None:
     """Writes mrl's own tokenizer in the format of transformers: a token a byte, and a ChatML template.
 
     The template has the thinking switch of Qwen3's templates, so that data.enable_thinking works with it.
 
-    `with_tools` adds the tokens of calls, and a template that has them in Hermes' format.
+    `with_tools` adds the tokens of calls, and a template that has them in Hermes' format. `sees` adds those of images.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -271,7 +291,8 @@ def write_tokenizer(folder: Path, with_tools: bool = False) -> None:
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _WHOLE[:5]])
+    special = (*_WHOLE[:5], *(IMAGE_TOKENS if sees else ()))
+    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
     core.add_tokens([AddedToken(word, normalized=False) for word in (*_WHOLE[5:], *(_OF_TOOLS if with_tools else ()))])
     core.save(str(folder / "tokenizer.json"))
     settings = {
@@ -281,7 +302,10 @@ def write_tokenizer(folder: Path, with_tools: bool = False) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(_TOOL_TEMPLATE if with_tools else _TEMPLATE, encoding="utf-8")
+    template = _TOOL_TEMPLATE if with_tools else _TEMPLATE
+    if sees:
+        template = _SHOWN + template.replace("message['content']", "shown(message['content'])")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def vocabulary_size(tokenizer, least: int = 0) -> int:
@@ -310,24 +334,26 @@ def write_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    model = model_spec(config)
+    model = model_spec(config, TRAINED)  # so that the tower of a model that sees is among its tensors
     rng = np.random.default_rng(seed)
     drafts = family_of(model).predicting is not None and model.left_out_layers == 1
     specs = tensor_specs(model.holding(drafts))
     tensors = {spec.name: _random(spec, rng, model.zero_centered_norm) for spec in specs}
     _make_ends_likely(tensors, model, ends, response)
-    save_file(as_stored(model.holding(drafts), tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    stored = as_files(tensors) if model.is_wrapped else as_stored(model.holding(drafts), tensors)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
 def _random(spec: TensorSpec, rng: np.random.Generator, zero_centered_norm: bool) -> np.ndarray:
-    if "norm" in spec.name:
-        is_plain = not zero_centered_norm or ".linear_attn." in spec.name
+    is_norm = "norm" in spec.name or ".ln_q." in spec.name
+    if is_norm and not spec.name.endswith(".bias"):
+        is_plain = not zero_centered_norm or ".linear_attn." in spec.name or spec.name.startswith(NAMES)
         return np.full(spec.shape, 1.0 if is_plain else 0.0, np.float32)
     if len(spec.shape) == 1:  # biases
         return rng.normal(0.0, 0.02, spec.shape).astype(np.float32)
     adds_to_stream = spec.name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
-    scale = (_QUIET if adds_to_stream else 1.0) / sqrt(spec.shape[-1])
+    scale = (_QUIET if adds_to_stream else 1.0) / sqrt(prod(spec.shape[1:]))
     return (rng.standard_normal(spec.shape, np.float32) * np.float32(scale)).astype(np.float32)
 
 

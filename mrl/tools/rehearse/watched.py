@@ -56,6 +56,27 @@ def _frozen_router(given: Any, _: Any) -> bool | None:
     return any(name.endswith("router.weight") and is_frozen(parameter) for name, parameter in named) or None
 
 
+def _saw(given: Any, placed: Any) -> str | None:
+    """An update put the features of an image in the places of its tokens, by a tower that nothing trains."""
+    return "frozen" if given.training and placed is not None and given.self._learning is None else None
+
+
+def _trained_part(given: Any, _: Any) -> str | None:
+    """A gradient reached the tower's parameters."""
+    from mrl.rank.parameter_marks import is_frozen
+
+    parameters = list(given.self._tower.parameters())
+    reached = [p for p in parameters if getattr(p, "main_grad", None) is not None and bool(p.main_grad.any())]
+    if not reached:
+        return None
+    return "projector" if any(map(is_frozen, parameters)) else "trained"
+
+
+def _tower_rate(given: Any, made: Any) -> bool | None:
+    rates = {group.get("max_lr") for part in made.chained_optimizers for group in part.param_groups}
+    return given.config.vision_lr in rates or None
+
+
 def _teacher_leaves(given: Any, _: Any) -> bool | None:
     return (given.section == "distillation.teacher_model" and bool(given.switched)) or None
 
@@ -78,6 +99,9 @@ WATCHED = (
     Sighting("actor.freeze_router", "mrl.rank.optimizer", "build_optimizer", _frozen_router),
     Sighting("actor.lora.rank", "mrl.rank.lora_layers", "Adapter.__init__", lambda given, _: given.lora.rank),
     Sighting("actor.lora.dropout", "mrl.rank.lora_layers", "drawing_noise", lambda given, _: given.dropout or None),
+    Sighting("model.vision", "mrl.rank.vision", "Vision._of_micro_batch", _saw),
+    Sighting("model.vision", "mrl.rank.tower_training", "TowerGradients.backward", _trained_part),
+    Sighting("actor.optim.vision_lr", "mrl.rank.optimizer", "build_optimizer", _tower_rate),
     Sighting("rollout.quantization", "mrl.reshard.quantise", "block_scales", lambda *_: "fp8"),
     Sighting("algorithm.adv_estimator", "mrl.algo.advantages", "response_advantages",
             lambda given, _: given.adv_estimator),
