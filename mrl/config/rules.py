@@ -5,10 +5,11 @@ key. Rules are judged one by one. Where the schema refuses a part of a configura
 not read that part are still judged. A function ends where it reads a refused key. So a function holds one rule, or
 rules that read the same keys.
 
-Everything that refuses a layout before a run:
+Everything that refuses a layout. Files of rules that are not named read none, and nothing else of `mrl/` refuses one:
 
+    limits of one key    at the key: schema_actor.py, schema_rollout.py
     actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)
-    batches on them      actor_rules.py
+    batches on them      actor_rules.py, loss_rules.py (rows of a mini-batch)
     engines' degrees     rollout_rules.py, mrl/model/layout.py (RolloutLayout)
     by family            family_rules.py
     by feature           lora_rules.py, quantisation_rules.py, efficiency_rules.py, vision_rules.py,
@@ -19,6 +20,10 @@ Everything that refuses a layout before a run:
     weights of a worker  mrl/model/vllm_parameters.py; blocks of FP8: mrl/model/quantised_shards.py
     a sync between them  mrl/reshard/plan.py (dtype, topology, budget, and a plan that is not proved)
     engines' memory      mrl/plan/plan_rules.py; that of ranks is only predicted, by `mrl plan`
+    the cluster's size   mrl/cluster/prerequisites.py (check_size), once Ray is there
+
+What is checked again where processes start (mrl/rank/parallel.py, mrl/engine/handshake.py) is a guard: a configuration
+that got so far does not break it. In a run only memory can: mrl/cluster/gates.py.
 
 In words, generated from the same rules: docs/layouts.md and docs/refusals.md.
 """
