@@ -450,7 +450,7 @@ ACTOR_RULES = (
         f"{_TRANSFORMER}.moe_token_dispatcher_type",
         lambda c, m: m.is_moe and _dispatcher(c) not in _DISPATCHERS,
         "must be " + " or ".join(_DISPATCHERS),
-        "Megatron has no other way to bring tokens of sequences of different lengths to experts",
+        "Megatron's other dispatchers do not take sequences of different lengths",
         _DISPATCHERS,
     ),
     on_only_where(
@@ -490,7 +490,7 @@ ACTOR_RULES = (
         f"{_TRANSFORMER}.moe_router_fusion",
         lambda c, m: c.actor.router_replay == "disabled",
         "must be false unless actor.router_replay is disabled",
-        "the fused kernel chooses experts where nothing can be replayed",
+        "the fused kernel chooses the experts itself, so none can be replayed",
     ),
     *(
         on_only_where(

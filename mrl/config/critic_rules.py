@@ -137,7 +137,7 @@ CRITIC_RULES = (
         "rollout.endpoint",
         _with(lambda c, m: c.rollout.endpoint),
         f"must be false with {_ESTIMATOR}: gae",
-        "an agent may go back in its conversation, and such a response is not one sequence of values",
+        "an agent may edit its history, and a response with branches is not one sequence of values",
         (False,),
     ),
     RuleRow(

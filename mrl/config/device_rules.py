@@ -323,7 +323,7 @@ DEVICE_RULES = (
         "actor.optimizer_offload",
         lambda c, m: not (_on_npu(c) and c.model.override_transformer_config.get("swap_optimizer")),
         f"must be false with {_TRANSFORMER}.swap_optimizer",
-        "both empty and fill the same storages, each without knowing of the other",
+        "both would move the same memory",
     ),
     _npu_engines,
     _npu_flashcomm,

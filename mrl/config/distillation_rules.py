@@ -287,13 +287,13 @@ DISTILLATION_RULES = (
         "algorithm.filter_groups.enable",
         lambda c, m: not c.distillation.alone,
         "must be false where rewards do not count (distillation.distillation_loss)",
-        "groups of equal rewards teach as much as others there",
+        "there groups with equal rewards teach as much as others",
     ),
     on_only_where(
         "algorithm.use_kl_in_reward",
         lambda c, m: not c.distillation.alone,
         "must be false where rewards do not count (distillation.distillation_loss)",
-        "its penalty is part of the rewards; algorithm.use_kl_loss counts there",
+        "its penalty is part of the rewards; use algorithm.use_kl_loss",
     ),
 )
 DISTILLATION_PATH_RULES = (_tokenizer,)

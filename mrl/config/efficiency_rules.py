@@ -66,7 +66,7 @@ _GROUPED = "model.grouped_gemm"
 _DELTA = "model.gated_delta"
 _INNER = 128  # CUTLASS' kernel in Transformer Engine wants inner sizes that are multiples of it
 _WIDEST_KEY = 256  # of flash-linear-attention's kernel (ops/common/chunk_delta_h.py)
-_BY_CUBLAS = "Transformer Engine would multiply by cuBLAS all the same, without a word"
+_BY_CUBLAS = "Transformer Engine would silently use cuBLAS"
 
 
 def _by_cutlass(broken: Callable[[RunConfig, ModelSpec], bool]) -> Callable[[RunConfig, ModelSpec], bool]:

@@ -105,22 +105,21 @@ ENDPOINT_RULES = (
         "actor.router_replay",
         lambda c, m: c.rollout.endpoint and c.actor.router_replay == "R3",
         "must not be R3 with rollout.endpoint: true",
-        "where an agent goes back to an earlier place, the routes of kept tokens were never seen to be complete",
+        "routes may be incomplete where an agent edits its history",
         ("disabled", "R2"),
     ),
     RuleRow(
         "trainer.partial_rollouts",
         lambda c, m: c.rollout.endpoint and c.trainer.partial_rollouts,
         "must be false with rollout.endpoint: true",
-        "what an agent did until then cannot be repeated where its response continues",
+        "an agent's actions cannot be repeated under newer weights",
         (False,),
     ),
     RuleRow(
         "actor.use_remove_padding",
         lambda c, m: c.rollout.endpoint and not c.actor.use_remove_padding,
         "must be true with rollout.endpoint: true",
-        "a response whose agent goes back is several sequences; padded to one length they would take a multiple of its "
-        "memory",
+        "a response with branches is several sequences; padded to one length they would take several times the memory",
         (True,),
     ),
 )

@@ -50,7 +50,7 @@ ROTATION_RULES = (
         "cluster.device",
         lambda c, m: not m.is_latent and m.rotation.kind != DEFAULT and on_device(c, "npu"),
         "must be cuda or cpu for rope_type {m.rotation.kind}",
-        "neither MindSpeed's rotation nor vllm-ascend's was compared with it",
+        "MindSpeed's and vllm-ascend's rotations were never compared with it",
         ("cuda", "cpu"),
     ),
     *(
@@ -83,7 +83,7 @@ SINK_RULES = (
         "cluster.device",
         lambda c, m: m.attention_sinks and on_device(c, "npu"),
         "must be cuda or cpu for attention with sinks",
-        "vllm-ascend's kernels of it, and of experts with biases, were never compared with it",
+        "vllm-ascend's kernels for it, and for experts with biases, were never tried",
         ("cuda", "cpu"),
     ),
     RuleRow(
@@ -146,7 +146,7 @@ LATENT_RULES = (
         "cluster.device",
         _latent(lambda c, m: on_device(c, "npu")),
         "must be cuda or cpu for latent attention",
-        "vllm-ascend keeps its projections in a form that no dialect describes, and no sync could renew it",
+        "vllm-ascend stores its projections in a form that the weight sync does not know",
         ("cuda", "cpu"),
     ),
     RuleRow(
@@ -159,8 +159,8 @@ LATENT_RULES = (
         "actor.layout.context_parallel_size",
         _latent(_cuts_in_vain),
         "must be 1 with latent attention outside cpu",
-        "values are narrower than keys, which Transformer Engine's kernels for context parallelism were never seen to "
-        "take in a pack",
+        "values are narrower than keys, which Transformer Engine's kernels for context parallelism were never tried "
+        "with in a pack",
         (1,),
     ),
     RuleRow(
@@ -244,7 +244,7 @@ HYBRID_RULES = (
         "cluster.device",
         _hybrid(lambda c, m: on_device(c, "npu")),
         "must be cuda or cpu for gated delta attention",
-        "vllm-ascend has layers of its own for it, which no dialect describes",
+        "vllm-ascend has its own layers for it, which the weight sync does not know",
         ("cuda", "cpu"),
     ),
     RuleRow(
@@ -287,7 +287,7 @@ HYBRID_RULES = (
         "rollout.enable_prefix_caching",
         _hybrid(lambda c, m: c.rollout.enable_prefix_caching),
         "must be false for gated delta attention",
-        "vLLM finds a prefix by its keys, and keeps its state only at the ends of blocks; that was never tried here",
+        "vLLM keeps the state only at the ends of blocks, which was never tried here",
         (False,),
     ),
     RuleRow(

@@ -135,7 +135,7 @@ LORA_RULES = (
         "actor.layout.tensor_model_parallel_size",
         _with(lambda c, m: _is_covered(m) and not m.is_latent and _cuts_heads(c, m)),
         "must divide num_key_value_heads = {m.num_key_value_heads} with adapters on q_proj, k_proj or v_proj",
-        "a rank has whole heads of the factor B",
+        "a rank has whole heads of factor B",
     ),
     RuleRow(
         "actor.layout.pipeline_model_parallel_size",

@@ -389,7 +389,7 @@ LOSS_RULES = (
         "algorithm.use_kl_in_reward",
         lambda c, m: not c.algorithm.by_turn,
         f"must be false with adv_estimator {' or '.join(BY_TURN)}",
-        "it credits turns, and the KL is a reward of each token; algorithm.use_kl_loss works with it",
+        "the estimator credits turns, and this KL belongs to tokens; algorithm.use_kl_loss works with it",
     ),
     _loss_name,
     _group,
@@ -434,7 +434,7 @@ LOSS_RULES = (
             and c.algorithm.rollout_correction.mode not in BAND_MODES
         ),
         f"must be null unless mode is {' or '.join(BAND_MODES)}",
-        "other modes are weights and nothing else; these may leave what is inside the band at weight 1",
+        "only these two modes can leave weight 1 inside the range",
         (None,),
     ),
     RuleRow(
@@ -464,7 +464,7 @@ LOSS_RULES = (
             and (c.algorithm.use_kl_in_reward or c.algorithm.overlong_buffer.enable)
         ),
         "maxrl does not go with algorithm.use_kl_in_reward or algorithm.overlong_buffer.enable",
-        "it divides by the mean score of a group, which a penalty makes smaller than 0; use_kl_loss works with it",
+        "it divides by the mean score of a group, which a penalty may make negative; use_kl_loss works with it",
         ("grpo",),
     ),
     RuleRow(
@@ -533,8 +533,8 @@ LOSS_RULES = (
         "actor.router_replay",
         lambda c, m: c.algorithm.on_policy and c.actor.router_replay == "R2" and m.is_moe,
         f"must not be R2 with {_ON_POLICY}",
-        "it replays what routers chose in the pass that is left out; one update of the same weights chooses the same "
-        "by itself",
+        "R2 replays the routes of the pass for old log-probs, which on_policy leaves out; in a single "
+        "update the routes are the same anyway",
         ("disabled", "R3"),
     ),
     RuleRow(

@@ -501,7 +501,7 @@ ROLLOUT_RULES = (
         f"{_VLLM}.quantization",
         lambda c, m: c.rollout.vllm_kwargs.get("quantization") is not None,
         "must be null",
-        "weights arrive by a sync of ours after every update, which quantises them as rollout.quantization says",
+        "the weight sync quantises the weights, as rollout.quantization says",
         (None,),
     ),
     RuleRow(
@@ -541,7 +541,7 @@ ROLLOUT_RULES = (
         _TP,
         lambda c, m: _on_cpu(c) and c.rollout.tensor_model_parallel_size not in _CPU_TENSOR,
         "must be 1 or 2 on cpu",
-        "vLLM's CPU build was seen to work with no more",
+        "vLLM's CPU build was never tried with more",
         _CPU_TENSOR,
     ),
     RuleRow(
@@ -580,7 +580,7 @@ ROLLOUT_RULES = (
             and not (c.rollout.turns and c.rollout.turns.environments)
         ),
         "must be another one without rollout.turns.environments",
-        "it is the reward that a response's environment gave",
+        "it uses the reward of the response's environment",
     ),
     RuleRow(
         "reshard.transport",

@@ -39,7 +39,7 @@ def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if speculation is None or speculation.head is None:
         return
     if model.family not in TRIED_WITH_HEADS:
-        yield Violation(f"{_KEY}.method", _FITS, f"heads were never seen to draft for {model.family}", _METHODS)
+        yield Violation(f"{_KEY}.method", _FITS, f"heads for {model.family} were never tried", _METHODS)
     elif not os.path.dirname(speculation.method) and not speculation.head.is_dir():
         yield Violation(f"{_KEY}.method", _FITS, "it is no folder here", _METHODS)
 
@@ -152,7 +152,7 @@ SPECULATION_RULES = (
         f"{_KEY}.tokens",
         lambda c, m: c.rollout.speculation.tokens == AUTO and c.rollout.speculation.method != MTP,
         "must be a number with another method than mtp",
-        "how often a look-up or a head finds the right tokens is known to no plan",
+        "auto needs a predicted acceptance, which look-ups and heads lack",
         (2, 3, 4),
     ),
     _where_drafted(
@@ -179,7 +179,7 @@ SPECULATION_RULES = (
         f"{_KEY}.method",
         lambda c, m: c.rollout.speculation.head is not None and c.rollout.fp8_block > 0,
         "must be ngram or mtp with rollout.quantization",
-        "heads were never seen to draft beside a model in FP8",
+        "heads beside a model in FP8 were never tried",
         _METHODS,
     ),
     _where_drafted(

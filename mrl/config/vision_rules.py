@@ -130,20 +130,20 @@ TRAINED_RULES = (
         "trainer.schedule",
         _training(lambda c, m: c.trainer.schedule != "sync"),
         f"must be sync {_OF_TRAINED}",
-        "an engine that continues requests after a sync has forgotten features of images that they have yet to read",
+        "after a sync an engine lacks features of images that its unfinished requests still need",
         ("sync",),
     ),
     RuleRow(
         "algorithm.adv_estimator",
         _training(lambda c, m: c.algorithm.needs_critic),
         f"must be one without a critic {_OF_TRAINED}",
-        "a critic looks through a tower that stays as it is",
+        "the critic's vision tower is not trained",
     ),
     RuleRow(
         "actor.override_ddp_config.overlap_grad_reduce",
         _training(lambda c, m: bool(c.actor.override_ddp_config.get("overlap_grad_reduce"))),
         f"must be false {_OF_TRAINED}",
-        "the tower goes backward after the last micro-batch, when Megatron has begun to sum gradients",
+        "the tower's backward comes after the last micro-batch, when Megatron already sums gradients",
         (False,),
     ),
 )

@@ -223,7 +223,7 @@ def test_a_head_of_its_own_drafts_where_it_fits_the_model(tmp_path, changes, dro
 
 def test_a_head_beside_a_model_in_fp8_is_refused_by_name(tmp_path):
     given = [f"rollout.speculation={{method: {head_in(tmp_path / 'head', {})}, tokens: 2}}", "cluster.device=cuda"]
-    why = "heads were never seen to draft beside a model in FP8"
+    why = "heads beside a model in FP8 were never tried"
     for quantization, is_refused in (([], False), (["rollout.quantization=fp8"], True)):
         found, model = resolved("rollout.dtype=bfloat16", "model.dtype=bfloat16", *given, *quantization)
         broken = [(each.field, each.why) for each in violations(found, model)]
