@@ -89,16 +89,16 @@ class DistillationLossConfig(Section):
         "as one in the first, and not at all in the second.",
         ge=1,
         unit="tokens",
-        advice="16 to 64. distillation/teacher_mass says how much probability the teacher gives them together. Each "
-        "word takes 8 bytes a token on the hosts. Logits are not kept.",
+        advice="16 to 64. distillation/teacher_mass says how much probability the teacher gives them together. On the "
+        "hosts each takes 8 bytes for every response token. Logits are not kept.",
     )
 
     log_prob_min_clamp: float | None = key(
         None,
-        "forward_kl_topk: least log-prob of a word. Smaller ones count as this, without a gradient; left out: none.",
+        "forward_kl_topk: least log-prob of a token. Smaller ones count as this, without a gradient; left out: none.",
         lt=0,
         unit="nats",
-        advice="-10, where the student finds a word of the teacher almost impossible.",
+        advice="-10, where the student finds a token of the teacher almost impossible.",
     )
 
     @property

@@ -308,14 +308,14 @@ class AgentConfig(Section):
     )
     keeps_all_answers: bool = key(
         False,
-        "Trains every answer of a question that was asked several times. With false those are passed over that the "
-        "conversation does not go on from, where another one is newer or has been gone on from.",
-        advice="true where the agent asks again in order to compare, and the reward is one for all of its answers.",
+        "Trains all answers to a repeated request. false: of these only the answer from which the conversation "
+        "continues, or the newest.",
+        advice="true where the agent repeats requests to compare answers, and one reward covers all of them.",
     )
     enforces_tool_choice: bool = key(
         False,
-        "Begins a call for the model where a request has the tool_choice required, any or one tool. The beginning is "
-        "context, and what the model samples behind it is trained. With false the choice is counted as overridden.",
+        "Begins a call for the model if a request has the tool_choice required, any or one tool. The beginning is "
+        "context; what the model then samples is trained. false: the choice is counted as overridden.",
         advice="true for agents that demand structured answers by a named tool.",
     )
 

@@ -164,8 +164,8 @@ class TrainerConfig(Section):
         3,
         "Restarts inside the run, in 100 finished steps, of ranks that were killed or do not respond. They start "
         "from the newest intact checkpoint. After them, and always with 0, a loss ends the run, which can be "
-        "resumed. Where engines are restarted, ranks that go back because an update lost its last engine "
-        "count too.",
+        "resumed. A restart of the ranks because a step lost its last engine "
+        "counts, too.",
         ge=0,
         advice="0 where whoever submits the run restarts it anyway.",
     )
