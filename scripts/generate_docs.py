@@ -418,11 +418,10 @@ def _on_cores() -> list[str]:
     phases = ("generation", "log_prob", "update", "sync", "step")
     rows = _source("core_predictions")
     return [
-        "The tiny world on two cores, predicted after a calibration by one batch or run. Errors are predicted over "
-        "measured seconds: of a rank's core, which hardly depend on what else the machine does "
-        "(`tests/real/test_rank_seconds.py`), or of whole runs beside much else (`python "
-        "scripts/evidence/predicted_runs.py RUNS`, also for other lengths, layouts and the long world). A part of the "
-        "log-probs' seconds does not depend on the batch, which one run cannot tell.",
+        "The tiny world on two cores, after a calibration by one batch or run: predicted over measured seconds, of a "
+        "rank's core (`tests/real/test_rank_seconds.py`) or of whole runs on a busy machine (`python "
+        "scripts/evidence/predicted_runs.py RUNS`, also for other lengths, layouts and the long world). One run cannot "
+        "show which part of the log-probs' seconds does not depend on the batch.",
         "",
         *_table(("changed", "seconds of", *phases)),
         *(
