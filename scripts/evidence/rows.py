@@ -66,18 +66,9 @@ def _peers(found: dict) -> Figure:
     return f"{short:.2f} times as fast at 3 tokens, {long:.2f} at 300", short >= 1 and long >= 2
 
 
-def _plan(found: dict) -> Figure:
-    row = found["rows"][0]
-    return f"{row['plan_seconds']:.1f} s; its least bytes and no more", row["plan_seconds"] <= 1
-
-
 def _quickstart(found: dict) -> Figure:
     before, after = (100 * found[name] for name in ("before", "after"))
     return f"{found['seconds']:.0f} s; held-out exact match {before:.0f} to {after:.0f} %", found["seconds"] <= 480
-
-
-def _endpoint(found: dict) -> Figure:
-    return f"{found['cpu_ms']:.1f} ms of the processor a turn", found["cpu_ms"] <= 5
 
 
 def _predicted(_: str) -> Figure:
@@ -125,8 +116,6 @@ ROWS = (
         "NeMo-RL's four within 15 %", "python scripts/published_runs.py", 1, _predicted, guarantees=(4,)),
     Row("presets", "Are that commit's presets near the planner's best?", "at most 1.10 times, or the header says why",
         "python scripts/evidence/presets.py --out OUT", 10, _presets, guarantees=(3,)),
-    Row("plan", "How long does the sync of 235B on 128 ranks take to plan?", "1 s",
-        "python scripts/bench/plan.py --json", 1, _plan),
     tests("adapters", "LoRA, a critic, a teacher, replayed routes: are their numbers an oracle's in all layouts?",
           "tests/real/test_lora.py tests/real/test_critic.py tests/real/test_distillation.py tests/real/test_routes.py",
           None, 1),
