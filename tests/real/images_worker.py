@@ -14,18 +14,25 @@ from checkpoint_worker import _save
 from critic_worker import _set_heads
 from ranks import agree_on_port
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
 from mrl.data.row_columns import positions
 from mrl.errors import DataError
+from mrl.model.critic_weights import HEAD
+from mrl.model.megatron_shards import local_shapes
+from mrl.model.registry import inner_tensors, load_model_spec
 from mrl.model.trained_tower import NAMES
 from mrl.rank import vision
-from mrl.rank.actor import MegatronActor
+from mrl.rank.actor import MegatronActor, _count
 from mrl.rank.batching import MicroRows
-from mrl.rank.family_ranks import compared
-from mrl.rank.family_reference import IMAGES, _seen, batch_of, beside, pixels_of
+from mrl.rank.critic import MegatronCritic, _for_critic, value_loss_pass
+from mrl.rank.family_ranks import _gather_shards, compared
+from mrl.rank.family_reference import IMAGES, _part, _seen, batch_of, beside, pixels_of
+from mrl.rank.local_parameters import plain_name
+from mrl.rank.optimizer import zero_gradients
 from mrl.rank.rank_load import load_rank
 from mrl.rank.vision import Pixels
 
@@ -117,7 +124,9 @@ def looked_at(actor: MegatronActor, whole: dict, words: int) -> dict:
 
 
 def second_models(actor: MegatronActor, folder: Path, whole: dict, words: int) -> dict:
-    """Largest differences of a critic's values under a drawn head, and of a teacher's log-probs, from transformers'."""
+    """Largest differences from transformers' of a critic's values under a drawn head, of the gradients of its loss, and
+    of a teacher's log-probs.
+    """
     pixels = pixels_of(whole)
     actor.see(pixels)
     head = 0.1 * torch.randn(1, actor.model.hidden_size, generator=torch.Generator().manual_seed(3))
@@ -136,6 +145,55 @@ def second_models(actor: MegatronActor, folder: Path, whole: dict, words: int) -
             rows, values = columns
             off = values[column] - wanted[positions(batch.response_lengths, rows)]
             found[name] = float(np.abs(off).max())
+    returns = np.random.default_rng(5).standard_normal(int(batch.response_lengths.sum())).astype(np.float32)
+    trained = replace(batch, critic_values=expected["critic"], returns=returns)
+    found["gradients"] = critic_gradients(actor.critic, trained, gradients_under(head, folder, trained, pixels))
+    return found
+
+
+def critic_gradients(critic: MegatronCritic, batch: TrainBatch, expected: dict) -> dict[str, float]:
+    """||found - expected|| / ||expected|| of each tensor's parts on this rank, after a pass over all rows, which
+    replicas share.
+    """
+    replica = critic.layout.dense_coords(critic.rank).dp
+    own = [MicroRows(np.arange(len(batch))[replica :: critic.layout.data])]
+    batch = critic.prepared(_for_critic(batch))
+    distances: dict[str, float] = {}
+    with critic.in_place(), critic.residence.using(PARAMETERS, GRADIENTS, OPTIMIZER):
+        zero_gradients(critic.chunks, critic.optimizer)
+        around = critic._around(batch, training=True, micros=own)
+        value_loss_pass(critic.chunks, critic._inputs(batch, own), critic.parameters, _count(batch), around)
+        for chunk in critic.chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                for bucket in buffer.buckets:
+                    _gather_shards(bucket.grad_data, buffer.data_parallel_group)
+        held = {
+            (plain_name(name), number): parameter.main_grad
+            for number, chunk in enumerate(critic.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+        assert held.keys() == local_shapes(critic.shards).keys()
+        for shard in (shard for shard in critic.shards if not shard.is_constant):
+            gradient = held[shard.megatron_name, shard.vp_chunk]
+            for piece in shard.pieces:
+                wanted = expected[piece.hf_name]
+                off = gradient[piece.local_box.slices] - wanted[piece.hf_box.slices]
+                share = off.norm() / wanted.norm().clamp(min=1e-12) if off.any() else 0.0
+                distances[piece.hf_name] = max(distances.get(piece.hf_name, 0.0), float(share))
+    return distances
+
+
+def gradients_under(head: torch.Tensor, folder: Path, batch: TrainBatch, pixels: Pixels) -> dict[str, torch.Tensor]:
+    """Gradients of half the mean squared error of all tokens' values, by transformers, under the names of weights."""
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    head = head.clone().requires_grad_()
+    values = torch.cat(values_of(whole.model, head, batch, pixels))
+    (0.5 * (values - torch.from_numpy(batch.returns)).square().mean()).backward()
+    spec, found = load_model_spec(folder), {HEAD: head.grad}
+    for name, parameter in whole.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for inner in inner_tensors(spec, name, tuple(parameter.shape)):
+            found[inner.name] = _part(gradient, inner)
     return found
 
 
@@ -143,6 +201,10 @@ def second_models(actor: MegatronActor, folder: Path, whole: dict, words: int) -
 def values_under(head: torch.Tensor, folder: Path, batch: TrainBatch, pixels: Pixels) -> list[torch.Tensor]:
     """What a head makes of transformers' states before each token of a response, of each row."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval().model
+    return values_of(model, head, batch, pixels)
+
+
+def values_of(model: PreTrainedModel, head: torch.Tensor, batch: TrainBatch, pixels: Pixels) -> list[torch.Tensor]:
     ends, found = np.cumsum(batch.lengths), []
     for row, end in enumerate(ends):
         ids = torch.from_numpy(batch.token_ids[end - batch.lengths[row] : end].astype(np.int64))

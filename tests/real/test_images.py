@@ -230,6 +230,9 @@ def test_a_critic_and_a_teacher_see_what_transformers_sees(ranks, world):
         for part in ("critic", "teacher"):
             gaps = [each[part] for each in of_ranks if part in each]
             assert gaps and max(gaps) < LOG_PROBS, (name, part, gaps)
+        gradients = {tensor: gap for each in of_ranks for tensor, gap in each["gradients"].items()}
+        assert "model.embed_tokens.weight" in gradients and "score.weight" in gradients, name
+        assert max(gap for each in of_ranks for gap in each["gradients"].values()) < GRADIENTS, (name, gradients)
 
 
 def test_an_image_token_that_the_model_has_said_is_a_word(ranks):
