@@ -34,8 +34,8 @@ class ReplicaNorms:
         if group.grad_reduce_handle is None:
             own = self._squares[mpu.get_data_parallel_rank()]
             for bucket in group.buckets:
-                norm = torch.linalg.vector_norm(bucket.grad_data, dtype=torch.float32)
-                own += norm.square()
+                # in the gradients' own format: another one would copy all of them
+                own += torch.linalg.vector_norm(bucket.grad_data).float().square()
         start(*arguments, **named)
 
     def begin(self) -> None:
