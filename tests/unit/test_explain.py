@@ -333,6 +333,18 @@ def test_steps_with_replayed_routes_are_computed_again_where_routes_were_kept(tm
     assert [("record.routes" in each) for each in replayed_faults(config)] == [True] * (not kept)
 
 
+def test_a_break_of_a_fixed_bound_is_gone_where_the_metric_is_usual_and_not_where_it_is_just_below(tmp_path):
+    """1e-4 before, 0.02 in the step: 0.009 is below the bound of 0.01, and a seventh of the way in logarithms."""
+    name = "rollout_corr/k3_kl"
+    run = StoredRun.read(write_run(tmp_path / "run", World(metrics={name: [1e-4] * 5 + [0.02]})).path)
+    (broken,) = beyond([run.rows[step] for step in run.steps])
+    assert (broken.step, broken.high) == (6, 0.01)
+    tried = {"below": {name: 0.009}, "usual": {name: 1e-4}}
+    shares = effects(explaining._to_usual(run, [broken]), {name: True}, tried)
+    assert shares["usual"] == 1.0 and shares["below"] == pytest.approx(np.log(0.02 / 0.009) / np.log(200))
+    assert effects([broken], {name: True}, tried)["below"] == 1.0  # by the bound alone
+
+
 def test_a_mismatch_of_a_step_that_repeats_is_the_engines(tmp_path, monkeypatch):
     far = samples(versions=np.full(32, 11), gaps=np.full(32, 0.1), slope=0.7, mean_slope_error=0.01)
     run = a_run(tmp_path, monkeypatch, stored=far, broken="rollout_corr/k3_kl")

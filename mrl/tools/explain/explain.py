@@ -64,6 +64,7 @@ _SURE = 1e-3  # chance of a break below which it is taken for a fault without kn
 _BREAKS = 2  # steps that leave the band, which are explained
 _OF_PROCESS = ("samples", "tools", "reward", "ranks", "update", "engines")  # kinds that experiments do not find
 _LACKS, _VANISHED = 0.9, 0.05  # of a replica's gradient: of what a replay gives, and of the steps before
+_USUAL = 3  # steps below a fixed bound that say what is usual
 _BEFORE = 5  # steps whose samples say what is usual
 _LOGS = {each.name: each.logs for each in WATCHED}
 
@@ -225,7 +226,7 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
         verdicts = [*_of_process(run, again, guesses), *facts, *hints]
         return Explanation(str(run.folder.path), step, list(found), verdicts, False, said, seconds=again.seconds)
     verdicts = [*facts, *told]
-    shares = effects(found, _LOGS, again.experiments)
+    shares = effects(_to_usual(run, found), _LOGS, again.experiments)
     verdicts += hints
     verdicts += _of_experiments(tried, shares)
     if not verdicts or (told and told[0].kind == "ranks"):
@@ -236,6 +237,21 @@ def _explained(run: StoredRun, step: int, found: Sequence[Break], limits: Limits
         verdicts = [*facts, *_of_experiments(ways, shares), *rest] or _of_unknown(found, samples)
         said = "; ".join([said, *notes])
     return Explanation(str(run.folder.path), step, list(found), verdicts, True, said, shares, again.seconds)
+
+
+def _to_usual(run: StoredRun, found: Sequence[Break]) -> list[Break]:
+    """Returns breaks with what was usual in the steps before in place of a fixed bound, where several have it.
+
+    A metric that falls just below a bound is no nearer to a healthy step's than one that stays just above it.
+    """
+    measured = []
+    for each in found:
+        before = [run.rows[step].get(each.name) for step in run.steps if 0 < step < each.step]
+        healthy = [value for value in before if value is not None and value <= each.high]
+        if each.chance == 0 and np.isfinite(each.value) and len(healthy) >= _USUAL:
+            each = replace(each, high=float(np.median(healthy)))
+        measured.append(each)
+    return measured
 
 
 def _of_experiments(tried: Sequence[Experiment], shares: Mapping[str, float]) -> list[LikelyCause]:
@@ -266,7 +282,7 @@ def _other_ways(
         except MrlError as error:
             notes.append(f"{way.name} could not be computed: {str(error).splitlines()[0]}")
         else:
-            shares |= effects(found, _LOGS, {way.name: again.metrics})
+            shares |= effects(_to_usual(run, found), _LOGS, {way.name: again.metrics})
     return shares
 
 

@@ -94,7 +94,7 @@ def tensor_scale(module, first, _):
 
 
 def router_bits(module, first, _):
-    """The router keeps two bits of its logits in bfloat16: a kernel of one format, which replays have, too."""
+    """Of its logits the router keeps whole numbers in bfloat16: a kernel of one format, which replays have, too."""
     kind = module.RankStep
     score = kind.score
     now = {"broken": False}
@@ -112,7 +112,7 @@ def router_bits(module, first, _):
                 logits = gating(router, values)
                 if not now["broken"] or values.dtype != torch.bfloat16:
                     return logits
-                return logits + (logits.to(torch.float8_e5m2).to(logits.dtype) - logits).detach()
+                return logits + (logits.round() - logits).detach()
 
             rounded.planted = True
             TopKRouter.gating = rounded
