@@ -108,12 +108,18 @@ def read_group(path: Path) -> GroupRecord:
 
 
 def images_of_group(path: Path) -> frozenset[str]:
-    """Returns the names of the images that responses of a group have. Reads no other column."""
-    with np.load(path) as file:
-        names = file[_IMAGES] if _IMAGES in file.files else None
-        if names is None and SMALL in file.files:
-            described = json.loads(file[RECORD].tobytes())
-            names = _small(described[SMALL], file[SMALL].tobytes()).get(_IMAGES)
+    """Returns the names of the images that responses of a group have. Reads no other column.
+
+    Raises OSError, and ValueError or LookupError for a damaged file.
+    """
+    try:
+        with np.load(path) as file:
+            names = file[_IMAGES] if _IMAGES in file.files else None
+            if names is None and SMALL in file.files:
+                described = json.loads(file[RECORD].tobytes())
+                names = _small(described[SMALL], file[SMALL].tobytes()).get(_IMAGES)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
     return frozenset() if names is None else frozenset(name.decode() for name in names.tolist())
 
 

@@ -1,7 +1,9 @@
 """Writes files of samples in a separate process, from where the responses are stored."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from mrl.driver.turn_images import TurnImages
 from mrl.errors import EnvironmentFault
 from mrl.process.ray_nodes import on_node
 from mrl.record.sample_files import (
+    DAMAGED,
     GROUND_TRUTH,
     ROWS_AT_ONCE,
     RewardParts,
@@ -74,7 +77,10 @@ class _Writer:
         self._keep_within()
 
     def _keep_within(self) -> None:
-        beside = {} if self._of_turns is None else self._of_turns.bytes_of_steps()
+        beside: Mapping[int, int] = {}
+        if self._of_turns is not None and math.isfinite(self._max_bytes):
+            with suppress(*DAMAGED):  # an older step; its responses are not needed
+                beside = self._of_turns.bytes_of_steps()
         keep_within(self._folder, self._max_bytes, beside)
 
     def remove_unused_images(self) -> None:

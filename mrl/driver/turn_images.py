@@ -10,6 +10,8 @@ An image in RUN/images stays while
 It runs in the process that writes samples.
 """
 
+import fnmatch
+import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -53,13 +55,13 @@ class TurnImages:
             if len(self._times) < self._times.maxlen:
                 return 0
             named = frozenset().union(self._of_data, *self._names_of_steps().values(), *self._names_of_groups())
-            unused = [file for file in self._files() if file.name not in named and _is_older(file, self._times[0])]
-            for file in unused:
-                file.unlink(missing_ok=True)
-                self._sizes.pop(file.name, None)
+            unused = [file for file in self._files() if file.name not in named]
+            removed = [file.name for file in unused if _removed(file, self._times[0])]
         except DAMAGED:
             return 0
-        return len(unused)
+        for name in removed:
+            self._sizes.pop(name, None)
+        return len(removed)
 
     def _now(self) -> float:
         self._run.images.mkdir(parents=True, exist_ok=True)
@@ -85,14 +87,40 @@ class TurnImages:
         return self._of_steps
 
     def _names_of_groups(self) -> Collection[frozenset[str]]:
-        files = [file for folder in (self._run.checkpoints, self._run.spool) for file in folder.rglob(GROUPS)]
+        # the spool first: from there groups go to checkpoints
+        files = [file for folder in (self._run.spool, self._run.checkpoints) for file in _groups_below(folder)]
         known = self._of_groups
         self._of_groups = {file: known[file] if file in known else images_of_group(file) for file in files}
         return self._of_groups.values()
 
 
-def _is_older(file: Path, time: float) -> bool:
+def _removed(file: Path, time: float) -> bool:
+    """Removes a file that was not used since `time`; returns whether it did.
+
+    It is moved aside first: an engine may just have marked it as used (ImageReader.is_kept), and goes on with it. One
+    that comes later does not find it, and stores it again.
+    """
+    aside = file.with_name(f".{file.name}.unused")
     try:
-        return file.stat().st_mtime < time
-    except OSError:  # another process has just replaced it
+        if file.stat().st_mtime >= time:
+            return False
+        file.rename(aside)
+        if aside.stat().st_mtime >= time:
+            aside.rename(file)
+            return False
+        aside.unlink()
+    except OSError:  # another process has just replaced it, or it is another user's
         return False
+    return True
+
+
+def _groups_below(folder: Path) -> Iterator[Path]:
+    """Yields the files of groups. Raises OSError for a folder that cannot be read, which is not an empty one."""
+    if not folder.exists():
+        return
+    for parent, _, names in os.walk(folder, onerror=_raise, followlinks=True):
+        yield from (Path(parent, name) for name in fnmatch.filter(names, GROUPS))
+
+
+def _raise(error: OSError) -> None:
+    raise error

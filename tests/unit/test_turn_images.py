@@ -2,6 +2,7 @@
 
 import os
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -97,6 +98,30 @@ def test_without_knowing_what_refers_to_images_none_is_removed(run):
     (run.dir.samples / "step-2.parquet").unlink()
     (run.dir.samples / "step-1.parquet").unlink()
     assert images.remove_unused() == 1 and run.left() == set()
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04damaged", b"", b"damaged"])
+def test_a_damaged_group_removes_none_either(run, content):
+    name = run.take(0)
+    images = TurnImages(run.dir.path, (), steps=0)
+    group = run.dir.spool / "ab12" / group_file(4, 0)
+    group.parent.mkdir(parents=True)
+    group.write_bytes(content)
+    assert images.remove_unused() == 0 and run.left() == {name}
+
+
+def test_an_image_that_is_used_while_it_is_removed_stays(run, monkeypatch):
+    name = run.take(0)
+    images = TurnImages(run.dir.path, (), steps=0)
+    rename = Path.rename
+
+    def used_before(file: Path, to: Path) -> Path:
+        if to.name.endswith(".unused"):
+            assert run.reader.is_kept(name)
+        return rename(file, to)
+
+    monkeypatch.setattr(Path, "rename", used_before)
+    assert images.remove_unused() == 0 and run.left() == {name} and run.reader.is_kept(name)
 
 
 def test_images_count_in_the_size_of_samples_with_the_newest_step_that_has_them(run):
