@@ -3,8 +3,10 @@ images, the model's own image processor.
 """
 
 import json
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,10 +23,12 @@ from mrl.data.samples import ImageStore
 from mrl.errors import ConfigError, DataError
 from mrl.model.registry import known_hf_config
 from mrl.tools.rehearse.compose import WorkFolder
+from mrl.tools.rehearse.marks import SWITCHES
 from mrl.tools.rehearse.prepare import TRAIN_ROWS, VAL_ROWS, prepare
 from mrl.tools.rehearse.scoring import ROW
 from mrl.tools.rehearse.small_model import small_hf_config, write_checkpoint, write_tokenizer
 from mrl.tools.rehearse.small_tower import IMAGE_TOKENS, TOKENS, ids_of
+from mrl.tools.rehearse.watched import WATCHED
 
 PRESET = Path(__file__).parents[2] / "parallel_configs" / "qwen3-vl-30b-a3b" / "h100-4x8.yaml"
 SEEING = ("Qwen2.5-VL-7B", "Qwen3-VL-2B", "Qwen3-VL-30B-A3B", "Qwen3.5-27B", "Qwen3.5-35B-A3B")
@@ -169,6 +173,20 @@ def test_a_template_without_a_form_for_images_is_refused(tmp_path):
     (model / "config.json").write_text(json.dumps(known_hf_config("Qwen3-VL-30B-A3B")))
     with pytest.raises(DataError, match="the chat template gives 0 tokens of images for 1 images"):
         prepared(tmp_path, f"model.path={model}")
+
+
+def test_a_rate_of_the_tower_is_seen_in_the_optimizers_groups_as_the_switch_names_it():
+    (row,) = (row for row in WATCHED if row.switch == "actor.optim.vision_lr")
+    given = SimpleNamespace(config=SimpleNamespace(vision_lr=1e-5))
+
+    def made(*rates: float) -> SimpleNamespace:
+        groups = [{"max_lr": rate} for rate in rates]
+        return SimpleNamespace(chained_optimizers=[SimpleNamespace(param_groups=groups)])
+
+    assert row.seen(given, made(1e-4)) is None
+    switch = next(switch for switch in SWITCHES if switch.name == row.switch)
+    names = Counter({f"{row.switch}={row.seen(given, made(1e-4, 1e-5))}": 2})
+    assert switch.found_in(SimpleNamespace(exercised=names), None, 1e-5) == "ran in 2 processes"
 
 
 def test_our_template_shows_images_of_users_and_of_tools(tmp_path):

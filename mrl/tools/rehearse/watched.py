@@ -72,9 +72,9 @@ def _trained_part(given: Any, _: Any) -> str | None:
     return "projector" if any(map(is_frozen, parameters)) else "trained"
 
 
-def _tower_rate(given: Any, made: Any) -> bool | None:
+def _tower_rate(given: Any, made: Any) -> float | None:
     rates = {group.get("max_lr") for part in made.chained_optimizers for group in part.param_groups}
-    return given.config.vision_lr in rates or None
+    return given.config.vision_lr if given.config.vision_lr in rates else None
 
 
 def _teacher_leaves(given: Any, _: Any) -> bool | None:
