@@ -55,6 +55,7 @@ ROWS_TRIED = 100  # in each file, until one is usable
 READ_WHOLE_BYTES = 4 * MIB  # of all files together
 PATIENCE_S = 60.0
 NONSENSE = "nonsense"  # used as a response
+_SHOWN = 40  # characters of a text
 _TELLING = (DataError, ConfigError, EnvironmentFault)  # errors that would occur with torch too
 
 
@@ -274,18 +275,23 @@ def _ask(reward: RewardConfig, rows: Sequence[_Row], outcome: Mapping[str, Any])
     failed = [result for result in results if result.reason != OK]
     if not failed:
         return None
-    asked = f"{rows[0].file}, row {rows[0].number}: the reward, asked about the texts {', '.join(map(repr, texts))}"
+    first = failed[0]
+    asked = f"{rows[0].file}, row {rows[0].number}: the reward"
+    of_first = f"first on {_quoted(texts[first.sample_id])}: {first.reason}: {first.detail}"
     if len(failed) < len(results):
-        first = failed[0]
-        return (
-            f"{asked}, failed on {len(failed)} of {counted(len(results), 'text')}, first on "
-            f"{texts[first.sample_id]!r}: {first.reason}: {first.detail}"
-        )
+        return f"{asked} failed on {len(failed)} of {counted(len(results), 'text')} that it was tried on, {of_first}"
     try:
         check_failures(results, reward.max_failure_share)
     except DataError as error:
-        raise DataError(f"{asked}: {error}") from None
-    return f"{asked}, failed on all, which reward.max_failure_share allows: {failed[0].reason}: {failed[0].detail}"
+        raise DataError(f"{asked}, tried on {', '.join(map(_quoted, texts))}: {error}") from None
+    return f"{asked} failed on all that it was tried on, which reward.max_failure_share allows, {of_first}"
+
+
+def _quoted(text: str) -> str:
+    """Returns a text in quotes, the end of a long one left out."""
+    if len(text) <= _SHOWN:
+        return repr(text)
+    return f"{text[:_SHOWN]!r}..."
 
 
 def _answered_apart(question: _Asked) -> Looked | None:

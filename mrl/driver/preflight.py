@@ -42,7 +42,7 @@ from mrl.driver.resume import (
     find_resume_point,
     without_first_adapter,
 )
-from mrl.errors import ConfigError, InvalidConfig
+from mrl.errors import ConfigError, InvalidConfig, shortened
 from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec, read_hf_config
 from mrl.model.hf_config import without_quantization
 from mrl.model.hf_files import check_checkpoint, hf_files
@@ -124,7 +124,7 @@ def check_inputs(config: RunConfig, resume: bool) -> None:
     """Checks data and reward, and that a resume continues with the same prompts. Raises DataError and ConfigError."""
     looked = look(config)
     if looked.reward is not None:
-        print(f"warning: {looked.reward}", flush=True)
+        print(f"warning: {shortened(looked.reward)}", flush=True)
     fingerprint = looked.fingerprint
     if fingerprint is None:
         return

@@ -14,7 +14,7 @@ How many tokens of a prompt are images' is not known before the data is read, an
 tool is called. A plan counts all of them, in one image:
 
     without tools and agents        prompts, each once for all its responses
-    rollout.turns                   and responses, since a tool may answer with images alone
+    rollout.turns                   and responses, since a tool may answer with images alone; shipped ones do not
     rollout.agent                   samples, since each agent writes prompts of its own
 
 Bytes are those of lengths at their limits (data.max_prompt_length, data.max_response_length), FLOPs and seconds those
@@ -75,8 +75,11 @@ def rank_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
 
 
 def _shows_later(config: RunConfig) -> bool:
-    """Tells whether responses may have images of their own, from tools or agents."""
-    return config.rollout.turns is not None or config.rollout.agent is not None
+    """Tells whether responses may have images of their own, from tools or agents. Shipped tools answer in text."""
+    turns = config.rollout.turns
+    if turns is None or config.rollout.agent is not None:
+        return config.rollout.agent is not None
+    return bool(turns.path or turns.mcp_servers or turns.environments)
 
 
 def _most_of_a_sample(config: RunConfig) -> int:

@@ -180,12 +180,21 @@ def test_a_reward_is_looked_at_where_the_rows_are_elsewhere_and_the_other_way_ro
 def test_a_reward_may_fail_on_some_answers_and_be_allowed_to_fail_on_all(folder):
     (folder / "reward.py").write_text("def compute_score(solution_str, **_):\n    return float(int(solution_str))\n")
     said = look(config_with().config).reward
-    assert said.startswith("train.jsonl, row 1: the reward, asked about the texts 'nonsense', '1', 'Answer: 1', failed")
-    assert "failed on 2 of 3 texts, first on 'nonsense': raised: ValueError" in said
+    begin = "train.jsonl, row 1: the reward failed on 2 of 3 texts that it was tried on, first on 'nonsense': raised: "
+    assert said.startswith(f"{begin}ValueError")
     (folder / "reward.py").write_text("def compute_score(**_):\n    return None\n")
-    assert "failed on all, which" in look(config_with("reward.max_failure_share=1.0").config).reward
+    said = look(config_with("reward.max_failure_share=1.0").config).reward
+    assert "failed on all that it was tried on, which" in said
     (folder / "reward.py").write_text(RIGHT)
     assert look(config_with().config).reward is None
+
+
+def test_of_a_long_text_on_which_a_reward_fails_the_beginning_is_said(folder):
+    body = "    return None if solution_str[0] == 'y' else 1.0\n"
+    (folder / "reward.py").write_text(f"def compute_score(solution_str, **_):\n{body}")
+    (folder / "train.jsonl").write_text((folder / "train.jsonl").read_text().replace('"1"', json.dumps("y" * 400)))
+    said = look(config_with().config).reward
+    assert f"failed on 1 of 3 texts that it was tried on, first on '{'y' * 40}'...: " in said and len(said) < 300
 
 
 @pytest.mark.parametrize("failing", ["nonsense", "1", "Answer: 1"])

@@ -110,11 +110,12 @@ def loaded(work: WorkFolder, made, kind: str = "train") -> PromptDataset:
 def test_the_users_rows_come_with_their_images_and_long_texts_are_cut_around_them(tmp_path):
     several = [png(number, 640, 480) for number in range(50, 55)]
     rows = [row(0, png(0)[:40]), row(1, png(1)), row(2, *several), row(3, content="no image " + QUESTION)]
+    rows[:0] = [row(99, png(99), content="<image><|image_pad|>" + QUESTION)]  # a bad row, as for a run
     rows += [row(number, png(number)) for number in range(4, 40)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     work, made = prepared(tmp_path, f"data.train_files={tmp_path / 'train.parquet'}")
     found = written(work)
-    assert [each["extra_info"]["index"] for each in found] == [*range(1, TRAIN_ROWS + 1)]  # without the broken image
+    assert [each["extra_info"]["index"] for each in found] == [*range(1, TRAIN_ROWS + 1)]  # without the bad ones
     assert [each["extra_info"][ROW] for each in found] == [*range(TRAIN_ROWS)]
     stored = [[(work.rows("train", 0).parent / name).read_bytes() for name in each["images"]] for each in found]
     assert stored[:3] == [[png(1)], several, []] and all(len(images) == 1 for images in stored[3:])

@@ -161,7 +161,7 @@ def test_a_tower_that_is_trained_has_gradients_and_moments_and_is_looked_through
 def test_images_of_tools_and_agents_are_counted_up_to_what_a_sample_holds():
     """64 prompts of 24 tokens, 8 responses each."""
     response = 40
-    turns = ["rollout.turns={tools: [calculator]}"]
+    turns = ["rollout.turns={tools: [picture], path: tools.py}"]
     agent = ["rollout.turns={network: true}", "rollout.agent={command: [agent]}"]
     found = {}
     for name, words in {"prompts": [], "tools": turns, "agents": agent}.items():
@@ -196,8 +196,10 @@ def test_time_is_counted_for_images_of_answers_each_of_which_one_replica_and_one
     given += [f"cluster.n_gpus_per_node={replicas + 1}", "data.max_response_length=40"]
     tower = model_spec(whole_model()).tower
     plain = planned(*given)
-    tools = planned(*given, "rollout.turns={tools: [calculator]}")
+    tools = planned(*given, "rollout.turns={tools: [picture], path: tools.py}")
     agents = planned(*given, "rollout.turns={network: true}", "rollout.agent={command: [agent]}")
+    text = planned(*given, "rollout.turns={tools: [calculator]}")
+    assert text["vision"] == plain["vision"], "the calculator shows nothing"
     prompt, response = (plain["times"][f"mean_{name}_tokens"] for name in ("prompt", "response"))
     of_prompts = 64 * tower.flops(4 * prompt)
     of_answers = 512 * tower.flops(4 * response)

@@ -263,8 +263,10 @@ def _read(file: str, count: int, tokenizer: ChatTokenizer, parameters: PromptPar
             folder = Path(raw.file).parent
             encoded = tuple(image_bytes(entry, number, folder) for number, entry in enumerate(entries, 1))
             made = _Made(messages, rest, encoded)
-            if encoded and _length_shown(made, tokenizer, parameters) > parameters.max_prompt_length:
-                continue
+            if encoded:
+                _length_of(made, tokenizer, parameters)  # a text may have a token that stands for an image
+                if _length_shown(made, tokenizer, parameters) > parameters.max_prompt_length:
+                    continue
         except BadRow:
             continue
         count -= 1
