@@ -5,7 +5,7 @@ key. Rules are judged one by one. Where the schema refuses a part of a configura
 not read that part are still judged. A function ends where it reads a refused key. So a function holds one rule, or
 rules that read the same keys.
 
-Everything that refuses a layout. Files of rules that are not named read none, and nothing else of `mrl/` refuses one:
+Everything that refuses a layout; nothing else of `mrl/` does:
 
     limits of one key    at the key: schema_actor.py, schema_rollout.py
     actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)
