@@ -93,13 +93,14 @@ def _pieces(samples: ResponseStore) -> Iterator[Samples]:
 
 
 def _with_routes(samples: ResponseStore) -> Iterator[Samples]:
-    """Yields pieces that have routes, in one dtype: a checkpoint may bring some in a wider one."""
+    """Yields pieces with their routes, in one dtype: a checkpoint may bring some in a wider one."""
     dtype = None
     for part in _parts(samples):
         piece = part.read(with_routes=True)
         if piece.routes is not None:
             dtype = dtype or piece.routes.dtype
-            yield replace(piece, routes=recoded(piece.routes, dtype))
+            piece = replace(piece, routes=recoded(piece.routes, dtype))
+        yield piece
 
 
 def _parts(samples: ResponseStore) -> Iterator[ResponseStore]:

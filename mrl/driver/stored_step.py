@@ -28,10 +28,11 @@ class StoredResponses(ResponseStore):
 def stored_rollouts(config: RunConfig, folder: Path, step: int) -> Rollouts:
     """Returns samples, results and rewards of a step as the run had them. `folder`: the run's samples.
 
-    Raises ConfigError for a step without a file, and DataError for a damaged one.
+    Raises ConfigError for a step without a file or without its routes, and DataError for a damaged one.
     """
     try:
         with readable(folder, step):
+            check_routes_kept(config, folder, step)
             rows = read_samples(folder, step)
             routes = StepFile(folder, step).routes([row["sample_id"] for row in rows])
             samples = packed([_sample(row, own) for row, own in zip(rows, routes, strict=True)])
@@ -43,6 +44,21 @@ def stored_rollouts(config: RunConfig, folder: Path, step: int) -> Rollouts:
     store = StoredResponses.of(samples.numbers, ResponseBlock(replace(samples, routes=None), samples.routes))
     judge = Judge(config.algorithm, config.reward, config.data.max_response_length)
     return judge.rollouts(store, [_result(row) for row in rows], DataCursor(), {})
+
+
+def check_routes_kept(config: RunConfig, folder: Path, step: int) -> None:
+    """Raises ConfigError for a step of R3 whose routes were not kept: ranks would route by themselves.
+
+    `folder`: the run's samples. Raises FileNotFoundError for a step without a file.
+    """
+    if config.actor.router_replay != "R3":
+        return
+    file = StepFile(folder, step)
+    if lacking := file.without_routes:
+        raise ConfigError(
+            f"{folder}: step {step} trained on the engines' routes (actor.router_replay: R3), and those of "
+            f"{lacking} of {len(file.scores)} responses were not kept: record.routes was off, or writing them failed"
+        )
 
 
 def _sample(row: dict[str, Any], routes: np.ndarray | None) -> Sample:

@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mrl.data.routes import missing_in
 from mrl.data.samples import (
     CALL_REASONS,
     NO_ENGINE,
@@ -115,22 +116,31 @@ def write_routes(folder: Path, step: int, pieces: Iterable[Samples]) -> None:
     """Writes `folder/step-N.routes.parquet`: `sample_id`, and `routes`, a flat list of [tokens, MoE layers, topk] as in
     mrl.data.routes. The file's metadata have `layers` and `topk`.
 
-    Pieces without routes are left out; without any there is no file. All others have routes of one dtype.
+    Routes of pieces without any are missing throughout, so that a response that has no row was not kept. Without any
+    piece with routes there is no file. All have routes of one dtype.
     """
-    known = (piece for piece in pieces if piece.routes is not None)
-    first = next(known, None)
-    if first is None:
+    of_pieces = ((piece.sample_id, piece.lengths, piece.routes) for piece in pieces)
+    first = []  # up to the piece that says the shape
+    for piece in of_pieces:
+        first.append(piece)
+        if piece[-1] is not None:
+            break
+    else:
         return
-    _, layers, topk = first.routes.shape
-    schema = _table_of_routes(first).schema.with_metadata({"layers": str(layers), "topk": str(topk)})
-    tables = (_table_of_routes(piece).cast(schema) for piece in chain([first], known))
+    like = first[-1][-1][:0]
+    _, layers, topk = like.shape
+    schema = _table_of_routes(*first[-1], like).schema.with_metadata({"layers": str(layers), "topk": str(topk)})
+    tables = (_table_of_routes(*piece, like).cast(schema) for piece in chain(first, of_pieces))
     _write_whole(folder / f"step-{step}{ROUTES}", schema, tables)
 
 
-def _table_of_routes(samples: Samples) -> pa.Table:
-    routes = samples.routes
-    counts = samples.lengths * (routes.shape[1] * routes.shape[2])
-    return pa.table({"sample_id": samples.sample_id, "routes": _lists(pa.array(routes.ravel()), counts)})
+def _table_of_routes(
+    sample_id: np.ndarray, lengths: np.ndarray, routes: np.ndarray | None, like: np.ndarray
+) -> pa.Table:
+    if routes is None:
+        routes = np.full((int(lengths.sum()), *like.shape[1:]), missing_in(like.dtype), like.dtype)
+    counts = lengths * (like.shape[1] * like.shape[2])
+    return pa.table({"sample_id": sample_id, "routes": _lists(pa.array(routes.ravel()), counts)})
 
 
 def steps_with_responses(folder: Path) -> list[int]:
@@ -244,9 +254,15 @@ class StepFile:
         found = _kept(self._differences, sample_ids)
         return [found[number]["difference"] if number in found else None for number in sample_ids]
 
+    @property
+    def without_routes(self) -> int:
+        """Number of responses whose routes were not kept."""
+        ids = pq.read_table(self._path, columns=["sample_id"])["sample_id"].to_numpy()
+        return int((~np.isin(ids, _ids(self._routes))).sum())
+
     def routes(self, sample_ids: Sequence[int]) -> list[np.ndarray | None]:
         """Returns the experts that engines chose for prompt and response of these responses, [tokens, MoE layers, topk]
-        as in mrl.data.routes; None where they were not kept.
+        as in mrl.data.routes: missing throughout where the engine returned none. None where they were not kept.
         """
         found = _kept(self._routes, sample_ids)
         if not found:
@@ -262,13 +278,17 @@ class StepFile:
 
 def _kept(path: Path, sample_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Returns the rows of these responses in a file beside them, by id; none without the file."""
-    if not path.exists():
-        return {}
-    kept = pq.read_table(path, columns=["sample_id"])["sample_id"].to_numpy()
-    row_of = {number: row for row, number in enumerate(kept.tolist())}
+    row_of = {number: row for row, number in enumerate(_ids(path).tolist())}
     there = [number for number in sample_ids if number in row_of]
     found = rows_of(path, np.array([row_of[number] for number in there], np.int64))
     return dict(zip(there, found, strict=True))
+
+
+def _ids(path: Path) -> np.ndarray:
+    """Returns the ids of the responses in a file beside them, int64 [rows]; none without the file."""
+    if not path.exists():
+        return np.zeros(0, np.int64)
+    return pq.read_table(path, columns=["sample_id"])["sample_id"].to_numpy()
 
 
 def rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:

@@ -345,6 +345,15 @@ def test_a_break_of_a_fixed_bound_is_gone_where_the_metric_is_usual_and_not_wher
     assert effects([broken], {name: True}, tried)["below"] == 1.0  # by the bound alone
 
 
+def test_a_break_of_a_fixed_bound_is_gone_where_it_falls_to_rounding_after_steps_of_0(tmp_path):
+    """0 before, 0.02 in the step: 1e-6 is nothing, though a logarithm of 0 would be infinitely far below it."""
+    name = "rollout_corr/k3_kl"
+    run = StoredRun.read(write_run(tmp_path / "run", World(metrics={name: [0.0] * 5 + [0.02]})).path)
+    (broken,) = beyond([run.rows[step] for step in run.steps])
+    shares = effects(explaining._to_usual(run, [broken]), {name: True}, {"gone": {name: 1e-6}, "half": {name: 0.01}})
+    assert shares["gone"] == 1.0 and shares["half"] == pytest.approx(np.log(2) / np.log(0.02 / 1e-4))
+
+
 def test_a_mismatch_of_a_step_that_repeats_is_the_engines(tmp_path, monkeypatch):
     far = samples(versions=np.full(32, 11), gaps=np.full(32, 0.1), slope=0.7, mean_slope_error=0.01)
     run = a_run(tmp_path, monkeypatch, stored=far, broken="rollout_corr/k3_kl")
@@ -858,6 +867,33 @@ def test_routes_of_a_stored_step_are_those_that_ranks_are_given(tmp_path):
     write_routes(run.samples, 6, [packed(made[::-1])])
     (block,) = stored_rollouts(config, run.samples, 6).samples.blocks
     assert np.array_equal(block.routes, np.concatenate([each.routes for each in made]))
+
+
+def test_a_step_of_replayed_routes_is_refused_where_they_were_not_kept(tmp_path):
+    """Not where engines returned none for some responses: ranks routed these by themselves in the run, too."""
+    r3 = ["actor.router_replay=R3", "record.routes=true", "record.samples=all"]
+    run = write_run(tmp_path / "run", World(settings=r3))
+    stored = StoredRun.read(run.path)
+    for step in range(1, 6):
+        shutil.copy(run.samples / "step-6.parquet", run.samples / f"step-{step}.parquet")
+    rows = read_samples(run.samples, 6)
+    made = [
+        Sample(row["prompt_id"], row["group_id"], row["sample_id"], 0, row["prompt_ids"], row["response_ids"],
+               row["rollout_log_probs"], "stop", 1)
+        for row in rows
+    ]  # fmt: skip
+    routed = [replace(each, routes=np.ones((len(each.prompt_ids + each.response_ids), 2, 2), np.int8)) for each in made]
+    for step in (1, 2, 3, 5, 6):
+        write_routes(run.samples, step, [packed(routed)])
+    with pytest.raises(ConfigError, match=r"step 4 trained on the engines' routes .* 6 of 6 responses were not kept"):
+        replay(stored, 6)
+    write_routes(run.samples, 4, [packed(routed[:4])])
+    for refused in (lambda: replay(stored, 6), lambda: stored_rollouts(stored.config, run.samples, 4)):
+        with pytest.raises(ConfigError, match=r"step 4 .* 2 of 6 responses were not kept"):
+            refused()
+    write_routes(run.samples, 4, [packed(made[:1]), packed(routed[1:4]), packed(made[4:])])
+    rollouts = stored_rollouts(stored.config, run.samples, 4).samples
+    assert rollouts.rows.routed.tolist() == [False, True, True, True, False, False]
 
 
 def test_one_response_is_shown_through_everything(tmp_path, capsys):

@@ -12,7 +12,7 @@ import mrl.cli.samples as samples_command
 from mrl.checkpoint.group_files import GroupRecord, read_group, write_group
 from mrl.cli.main import main
 from mrl.data.batch import TrainBatch
-from mrl.data.routes import missing_in
+from mrl.data.routes import is_missing, missing_in
 from mrl.data.samples import NO_ENGINE, Sample, SampleRows, Samples, packed
 from mrl.driver import sample_writer
 from mrl.driver.sample_writer import SampleWriter, kept_rows
@@ -211,7 +211,9 @@ def test_differences_are_found_by_sample_in_any_order(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
 def test_routes_are_found_by_sample_and_missing_ones_stay_missing(tmp_path, dtype):
-    """In the dtype in which engines' routes travel; a row whose engine returned none is all missing beside others."""
+    """In the dtype in which engines' routes travel. Routes that an engine did not return are all missing, whether other
+    rows of the piece have some or not; None is a response that has no row.
+    """
     rng = np.random.default_rng(0)
     made = a_step(tmp_path, 2, 6)
     experts = [np.tile(np.arange(8), (len(s.prompt_ids) + len(s.response_ids), 3, 1)) for s in made]
@@ -220,7 +222,9 @@ def test_routes_are_found_by_sample_and_missing_ones_stay_missing(tmp_path, dtyp
     pieces = [packed([replace(made[row], routes=routes[row]) for row in rows]) for rows in ((3, 0), (5, 1))]
     write_routes(tmp_path, 2, [packed(made[4:5]), *pieces, packed([replace(made[2], routes=None)])])
     found = StepFile(tmp_path, 2).routes([1, 5, 4, 2, 3, 99])
-    assert [each is None for each in found] == [False, False, True, True, False, True]
+    assert [each is None for each in found] == [False, False, False, False, False, True]
+    for number, own in zip((4, 2), found[2:4], strict=True):
+        assert own.dtype == dtype and own.shape == routes[number].shape and is_missing(own).all()
     for number, own in zip((1, 5, 3), (found[0], found[1], found[4]), strict=True):
         assert own.dtype == dtype and np.array_equal(own, routes[number])
     write_routes(tmp_path, 3, [packed(made)])

@@ -199,14 +199,18 @@ def replay(
     the step was generated with, which ranks write where no view says what generation had.
     Raises EnvironmentFault where a rank fails, or all are not done after `seconds`.
     """
+    from mrl.driver.stored_step import check_routes_kept
+
     if step not in run.rows or step < 1:
         raise ConfigError(f"--step {step}: the run has no such step; it has {_range(run.steps)}")
-    if faults := replayed_faults(with_values(run.config, settings)):
+    config = with_values(run.config, settings)
+    if faults := replayed_faults(config):
         raise ConfigError(f"{run.folder.path}: its steps cannot be computed again: {'; '.join(faults)}")
     first, checkpoint = run.base(step, max(earlier, OLDER_VERSIONS if views else 0))
     for number in range(first + 1, step + 1):
         with readable(run.folder.samples, number):
             _ = StepFile(run.folder.samples, number).scores  # damaged files are told before ranks start
+            check_routes_kept(config, run.folder.samples, number)
     begun = time.perf_counter()
     kept = run.folder.checkpoints / f"step-{step}"
     has_weights = not settings and (kept / "manifest.json").is_file()
@@ -226,7 +230,7 @@ def replay(
         }  # fmt: skip
         (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
         (folder / "config.yaml").write_text(run.folder.config.read_text(encoding="utf-8"), encoding="utf-8")
-        answers = _ranks(with_values(run.config, settings), folder, seconds)
+        answers = _ranks(config, folder, seconds)
     again = {int(number): metrics for number, metrics in answers[0]["steps"].items()}
     found = _experiments(answers)
     served = [answer["served"] for answer in answers if answer["served"] is not None]
