@@ -64,6 +64,7 @@ _SURE = 1e-3  # chance of a break below which it is taken for a fault without kn
 _BREAKS = 2  # steps that leave the band, which are explained
 _OF_PROCESS = ("samples", "tools", "reward", "ranks", "update", "engines")  # kinds that experiments do not find
 _LACKS, _VANISHED = 0.9, 0.05  # of a replica's gradient: of what a replay gives, and of the steps before
+_NEAR_ZERO = 0.01  # of a fixed bound: what is usual below it is as good as 0, in logarithms too
 _USUAL = 3  # steps below a fixed bound that say what is usual
 _BEFORE = 5  # steps whose samples say what is usual
 _LOGS = {each.name: each.logs for each in WATCHED}
@@ -249,7 +250,7 @@ def _to_usual(run: StoredRun, found: Sequence[Break]) -> list[Break]:
         before = [run.rows[step].get(each.name) for step in run.steps if 0 < step < each.step]
         healthy = [value for value in before if value is not None and value <= each.high]
         if each.chance == 0 and np.isfinite(each.value) and len(healthy) >= _USUAL:
-            each = replace(each, high=float(np.median(healthy)))
+            each = replace(each, high=max(float(np.median(healthy)), _NEAR_ZERO * each.high))
         measured.append(each)
     return measured
 
