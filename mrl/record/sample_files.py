@@ -91,11 +91,11 @@ def _tables(
         done += len(piece)
 
 
-def _write_whole(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> Path:
-    """Returns the path once the whole file is on disk. A failed write leaves no file."""
+def _write_whole(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], rows: int = ROWS_AT_ONCE) -> Path:
+    """Returns the path once the whole file is on disk. A failed write leaves no file. `rows`: of a row group."""
     with appears_whole(path) as work, pq.ParquetWriter(work, schema, compression="zstd") as file:
         for table in tables:
-            file.write_table(table, row_group_size=ROWS_AT_ONCE)
+            file.write_table(table, row_group_size=rows)
     return path
 
 
@@ -131,7 +131,7 @@ def write_routes(folder: Path, step: int, pieces: Iterable[Samples]) -> None:
     _, layers, topk = like.shape
     schema = _table_of_routes(*first[-1], like).schema.with_metadata({"layers": str(layers), "topk": str(topk)})
     tables = (_table_of_routes(*piece, like).cast(schema) for piece in chain(first, of_pieces))
-    _write_whole(folder / f"step-{step}{ROUTES}", schema, tables)
+    _write_whole(folder / f"step-{step}{ROUTES}", schema, tables, rows=1)  # a response's are up to megabytes
 
 
 def _table_of_routes(
@@ -251,7 +251,10 @@ class StepFile:
         """Returns the trainer's log-prob minus generation's for each token of these responses; None where it was not
         kept.
         """
-        found = _kept(self._differences, sample_ids)
+        row_of = _row_of(self._differences)
+        there = [number for number in sample_ids if number in row_of]
+        rows = rows_of(self._differences, np.array([row_of[number] for number in there], np.int64))
+        found = dict(zip(there, rows, strict=True))
         return [found[number]["difference"] if number in found else None for number in sample_ids]
 
     @property
@@ -264,24 +267,25 @@ class StepFile:
         """Returns the experts that engines chose for prompt and response of these responses, [tokens, MoE layers, topk]
         as in mrl.data.routes: missing throughout where the engine returned none. None where they were not kept.
         """
-        found = _kept(self._routes, sample_ids)
-        if not found:
+        row_of = _row_of(self._routes)
+        rows = np.array([row_of[number] for number in sample_ids if number in row_of], np.int64)
+        if not len(rows):
             return [None] * len(sample_ids)
-        schema = pq.read_schema(self._routes)
-        shape = (-1, *(int(schema.metadata[name]) for name in (b"layers", b"topk")))
-        dtype = schema.field("routes").type.value_type.to_pandas_dtype()
-        return [
-            np.array(found[number]["routes"], dtype).reshape(shape) if number in found else None
-            for number in sample_ids
-        ]
+        found = {}
+        with pq.ParquetFile(self._routes) as file:
+            metadata = file.schema_arrow.metadata
+            shape = (-1, int(metadata[b"layers"]), int(metadata[b"topk"]))
+            for group, own, within in _of_row_groups(file, rows):
+                column = file.read_row_group(group, columns=["routes"])["routes"].combine_chunks()
+                # no number becomes an object of Python: a step has gigabytes of them
+                ends, values = column.offsets.to_numpy(), column.values.to_numpy()
+                found |= {row: values[ends[at] : ends[at + 1]] for row, at in zip(own, within.tolist(), strict=True)}
+        return [found[row_of[number]].reshape(shape) if number in row_of else None for number in sample_ids]
 
 
-def _kept(path: Path, sample_ids: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Returns the rows of these responses in a file beside them, by id; none without the file."""
-    row_of = {number: row for row, number in enumerate(_ids(path).tolist())}
-    there = [number for number in sample_ids if number in row_of]
-    found = rows_of(path, np.array([row_of[number] for number in there], np.int64))
-    return dict(zip(there, found, strict=True))
+def _row_of(path: Path) -> dict[int, int]:
+    """Returns the rows of a file beside responses by their ids; none without the file."""
+    return {number: row for row, number in enumerate(_ids(path).tolist())}
 
 
 def _ids(path: Path) -> np.ndarray:
@@ -295,16 +299,21 @@ def rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
     """Returns rows of a file of columns in the given order, reading only their row groups. `rows`: int64."""
     if not len(rows):
         return []
+    found: dict[int, dict[str, Any]] = {}
     with pq.ParquetFile(path) as file:
-        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        starts = np.cumsum([0, *sizes])
-        group_of = np.searchsorted(starts, rows, side="right") - 1
-        found: dict[int, dict[str, Any]] = {}
-        for group in np.unique(group_of):
-            own = rows[group_of == group]
-            table = file.read_row_group(int(group)).take(pa.array(own - starts[group]))
-            found |= dict(zip(own.tolist(), table.to_pylist(), strict=True))
+        for group, own, within in _of_row_groups(file, rows):
+            found |= zip(own, file.read_row_group(group).take(pa.array(within)).to_pylist(), strict=True)
     return [found[row] for row in rows.tolist()]
+
+
+def _of_row_groups(file: pq.ParquetFile, rows: np.ndarray) -> Iterator[tuple[int, list[int], np.ndarray]]:
+    """Yields the row groups that have some of these rows: number, the rows, and where they are in it, int64."""
+    sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    starts = np.cumsum([0, *sizes])
+    group_of = np.searchsorted(starts, rows, side="right") - 1
+    for group in np.unique(group_of):
+        own = rows[group_of == group]
+        yield int(group), own.tolist(), own - starts[group]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,10 @@ def modules() -> dict[str, ast.Module]:
 SIDEWAYS = {
     "plain_files": ({"mrl.errors"}, "an output that is refused is said as users see it"),
     "crash_points": ({"mrl.errors"}, "a variable that names no point is refused as users see it"),
-    "record": ({"mrl.data.samples", "mrl.data.routes"}, "metrics and files are made of the rows of a step and of their routes"),
+    "record": (
+        {"mrl.data.samples", "mrl.data.routes"},
+        "metrics and files are made of the rows of a step and of their routes",
+    ),
     "schedule": (
         {"mrl.data.samples", "mrl.data.routes"},
         "what several requests made of a response is joined in the columns of samples",

@@ -2,10 +2,12 @@
 
 import json
 import pickle
+import tracemalloc
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import mrl.cli.samples as samples_command
@@ -229,6 +231,24 @@ def test_routes_are_found_by_sample_and_missing_ones_stay_missing(tmp_path, dtyp
         assert own.dtype == dtype and np.array_equal(own, routes[number])
     write_routes(tmp_path, 3, [packed(made)])
     assert not (tmp_path / "step-3.routes.parquet").exists()
+
+
+def test_only_a_responses_own_routes_are_read_and_no_number_becomes_an_object(tmp_path):
+    routes = np.random.default_rng(0).integers(0, 99, (20_000, 3, 2)).astype(np.int8)
+    made = [Sample(0, 0, row, row, (1,) * 19_999, (1,), (0.0,), "stop", 0, routes=routes + row) for row in range(8)]
+    write_samples(tmp_path, 2, [packed(made)], [{"score": 0.0, "reason": "ok"}] * 8)
+    write_routes(tmp_path, 2, [packed(made)])
+    file = StepFile(tmp_path, 2)
+    before = pa.total_allocated_bytes()
+    (found,) = file.routes([5])
+    assert np.array_equal(found, routes + 5)
+    assert pa.total_allocated_bytes() - before < 2 * routes.nbytes
+    tracemalloc.start()
+    every = file.routes([7, 6, 5, 4, 3, 2, 1, 0])
+    _, peak = tracemalloc.get_traced_memory()  # NumPy's and Python's, and not Arrow's
+    tracemalloc.stop()
+    assert all(np.array_equal(own, routes + 7 - row) for row, own in enumerate(every))
+    assert peak < routes.nbytes
 
 
 def test_the_oldest_steps_go_when_the_budget_is_used_up_and_the_newest_never(tmp_path):
