@@ -10,6 +10,7 @@ Whatever else uses the machine meanwhile is in the figures.
 import argparse
 import json
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,22 +75,25 @@ WORLDS = {
 
 
 def settings_of(world: World, name: str) -> list[str]:
-    """What a run sets, each as `key=value`: no validation, no checkpoint, few steps."""
+    """What a run sets, each as `key=value`: no validation, no checkpoint before the last step or a stop, few steps."""
     values = {
         "trainer.total_training_steps": world.steps,
         "trainer.test_freq": -1,
         "trainer.val_before_train": False,
         "trainer.save_freq": -1,
+        "trainer.resume_mode": "auto",
     }
     return [f"{key}={json.dumps(value)}" for key, value in (values | world.runs[name]).items()]
 
 
 def trained(world: World, name: str, folder: Path) -> None:
-    """Trains a run, unless it is there with all of its steps."""
+    """Trains a run, or the rest of one that was interrupted, unless it is there with all of its steps."""
     if len(read_metrics(RunDir(folder).metrics)) >= world.steps:
         return
     settings = [text for setting in settings_of(world, name) for text in ("--set", setting)]
-    subprocess.run(["mrl", "train", world.preset, "--run-dir", str(folder), *settings], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "mrl.cli.main", "train", world.preset, "--run-dir", str(folder.resolve())]
+    if code := subprocess.run([*command, *settings], cwd=ROOT).returncode:
+        sys.exit(f"{folder}: training ended with {code}; a second call goes on with it")
 
 
 def compared(world: World, base: Path, name: str, folder: Path) -> dict[str, Any]:

@@ -6,12 +6,16 @@ import sys
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from test_memory_host import inputs_of
 
+from mrl.cli.main import make_parser
 from mrl.cli.plan import plan_lines
+from mrl.config.load import load_config
+from mrl.driver.resume import goes_on
 from mrl.model import forward_flops, model_spec
 from mrl.model.layout import TrainLayout
 from mrl.model.registry import known_hf_config
@@ -24,10 +28,14 @@ from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
 from mrl.plan.run_plan import make_plan, slow_generation, step_seconds
 from mrl.plan.step_work import mean_flops_per_token, mean_lengths
 from mrl.plan.times import Passes, PassWork, pass_seconds, phase_seconds, step_flops, update_seconds
+from mrl.record.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import published_runs  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "scripts" / "evidence"))
+import predicted_runs  # noqa: E402
 
 MIXTURE, LARGE = "qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8"
 TENSOR = ("rollout.data_parallel_size=1", "rollout.expert_parallel_size=1")  # engines of tensor ranks alone
@@ -400,3 +408,35 @@ def test_a_step_of_many_small_batches_says_so():
 
 def test_work_of_a_pass_knows_who_sends_tokens_once():
     assert not {field.name: field.default for field in fields(PassWork)}["once_a_node"]
+
+
+def test_a_run_of_the_comparison_that_was_interrupted_goes_on_and_a_whole_one_is_not_trained_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    world = predicted_runs.WORLDS["tiny"]
+    folder = tmp_path / "batch-by2"
+    commands = []
+
+    def ran(command, cwd):
+        commands.append(command)
+        return SimpleNamespace(returncode=0 if len(commands) < 3 else 5)
+
+    monkeypatch.setattr(predicted_runs.subprocess, "run", ran)
+    resumed = []
+    for _ in range(2):
+        predicted_runs.trained(world, "batch /2", folder)
+        assert commands[-1][:4] == [sys.executable, "-m", "mrl.cli.main", "train"]
+        options = make_parser().parse_args(commands[-1][3:])
+        settings = [*options.overrides, f"trainer.run_dir={options.run_dir}"]
+        config = load_config(options.config, overrides=settings).config
+        assert config.data.train_batch_size == 32
+        resumed.append(goes_on(config.trainer, options.resume))
+        folder.mkdir(exist_ok=True)
+        RunDir(folder).config.write_text("", encoding="utf-8")
+    assert resumed == [False, True]
+    with pytest.raises(SystemExit, match="training ended with 5; a second call goes on with it"):
+        predicted_runs.trained(world, "batch /2", folder)
+    RunDir(folder).metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(world.steps)))
+    predicted_runs.trained(world, "batch /2", folder)
+    assert len(commands) == 3
