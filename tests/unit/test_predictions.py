@@ -22,6 +22,7 @@ from mrl.model.registry import known_hf_config
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, faster, find_device, slower
 from mrl.plan.generation_times import decode_step, generation_seconds, sequences_together
+from mrl.plan.measured_steps import STEP
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
@@ -437,6 +438,6 @@ def test_a_run_of_the_comparison_that_was_interrupted_goes_on_and_a_whole_one_is
     assert resumed == [False, True]
     with pytest.raises(SystemExit, match="training ended with 5; a second call goes on with it"):
         predicted_runs.trained(world, "batch /2", folder)
-    RunDir(folder).metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(world.steps)))
+    RunDir(folder).metrics.write_text("".join(json.dumps({STEP: step}) + "\n" for step in range(world.steps)))
     predicted_runs.trained(world, "batch /2", folder)
     assert len(commands) == 3
