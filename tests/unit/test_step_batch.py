@@ -522,6 +522,7 @@ class WriterHere(SampleWriter):
 
     def __init__(self, folder, kept):
         process, self._kept, self._under_way, self.received = _Writer(folder, math.inf), kept, {}, 0
+        self._has_images_of_turns = False
         self._writer = SimpleNamespace(
             write=SimpleNamespace(remote=process.write),
             write_differences=SimpleNamespace(remote=self._counted(process.write_differences)),
