@@ -365,7 +365,7 @@ def test_a_log_prob_that_is_not_finite_is_told_by_the_steps_row():
     row = next(i for i, s in enumerate(many) if len(s.response_ids) > 3)
     spoilt = (*many[row].rollout_log_probs[:2], math.nan, *many[row].rollout_log_probs[3:])
     many[row] = Sample(0, 0, row, 0, many[row].prompt_ids, many[row].response_ids, spoilt, "stop", 0)
-    with pytest.raises(NumericAbort, match=f"rollout_log_probs: 1 of .* row {row}, token 2"):
+    with pytest.raises(NumericAbort, match=f"rollout_log_probs: 1 of .* row {row + 1}, token 2"):
         scored_step(Replicas(config, 3), rollouts_of(stored(many)))
 
 
