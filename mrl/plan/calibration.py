@@ -31,7 +31,7 @@ DETERMINED = 0.5  # largest part of its range that remains of an assumption
 MODEL_ERROR = 0.03  # of a predicted phase, as a share, whatever the number of measured steps
 INTERVAL = 1.645  # standard deviations, on both sides 90 %
 _NO_RANGE = 0.35  # deviation, in logarithms, of an assumption without a published range
-_NOMINAL = 1.5  # the same on a device whose figures are nominal
+_NOMINAL = 1.5  # the same on a device whose figures are nominal, also of a phase's factor
 _UNCERTAIN_PHASE = 0.5  # deviation of a phase's factor
 _NOTABLE_PHASE = 2.0  # deviations of the measured seconds at which a factor is told
 _STEPS = 12  # of the iteration
@@ -95,7 +95,7 @@ def sync_seconds(assumed: Assumptions, parts: Mapping[str, float]) -> float:
 
 def calibrate(observations: Sequence[MeasuredRun], lengths: MeasuredLengths) -> Calibration:
     """Fits assumptions to observations of one or more runs on one kind of device. `lengths`: of all of them."""
-    nominal = observations[0].inputs.device.platform == "cpu"
+    nominal = _is_nominal(observations)
     ranges = {name: deviation_of(name, nominal) for name in CONSTANTS}
     logs = _solved(observations, CONSTANTS, ranges, nominal)
     jacobian = _jacobian(observations, CONSTANTS, logs, nominal)
@@ -111,6 +111,10 @@ def calibrate(observations: Sequence[MeasuredRun], lengths: MeasuredLengths) -> 
     return Calibration(
         tuple(fitted), left, _phase_factors(observations, assumed), lengths, _drawn(observations, logs, spread, nominal)
     )
+
+
+def _is_nominal(observations: Sequence[MeasuredRun]) -> bool:
+    return observations[0].inputs.device.platform == "cpu"
 
 
 def _drawn(
@@ -226,6 +230,7 @@ def _why_left(name: str, jacobian: np.ndarray, spread: np.ndarray) -> str:
 
 def _phase_factors(observations: Sequence[MeasuredRun], assumed: Assumptions) -> dict[str, float]:
     """Returns a factor for each phase that is still off by more than its error, in all observations together."""
+    uncertain = _NOMINAL if _is_nominal(observations) else _UNCERTAIN_PHASE
     missing: dict[str, list[tuple[float, float]]] = {}
     for each in observations:
         predicted = each.predicted(assumed)
@@ -235,7 +240,7 @@ def _phase_factors(observations: Sequence[MeasuredRun], assumed: Assumptions) ->
     factors = {}
     for phase, found in missing.items():
         weight = sum(w for _, w in found)
-        mean = sum(off * w for off, w in found) / (weight + _UNCERTAIN_PHASE**-2)
+        mean = sum(off * w for off, w in found) / (weight + uncertain**-2)
         if abs(mean) > _NOTABLE_PHASE * weight**-0.5:
             factors[phase] = float(np.exp(mean))
     return factors

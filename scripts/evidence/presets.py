@@ -1,6 +1,6 @@
 """Every preset for a cluster beside the fastest run that the planner finds for its devices, batch and limits.
 
-    python scripts/evidence/presets.py --out FILE [PRESET ...]
+    python scripts/evidence/presets.py [--out FILE] [PRESET ...]
 
 Seconds are predictions of a step without its sync.
 """
@@ -27,7 +27,7 @@ from mrl.tools.search import search
 from mrl.tools.search_report import search_problem
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "parallel_configs"
+FOLDER, OUT = ROOT / "parallel_configs", ROOT / "docs" / "results" / "presets.json"
 SLOWER = "# Slower than the planner's best: "
 
 
@@ -90,19 +90,25 @@ def _throughput(config: RunConfig) -> dict[str, list[float]]:
     return {"tokens_per_s_and_device": rates}
 
 
+def text_of(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """JSON with a row a line."""
+    lines = ",\n".join(map(json.dumps, rows))
+    return f"{json.dumps(found | {'rows': []}, indent=1)[:-4]}[\n{lines}\n]}}\n"
+
+
 def main() -> None:
     """Writes the rows as they come, worst first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", default=names())
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--keep", action="store_true", help="rows of presets that are not named stay as stored")
     options = parser.parse_args()
-    found = facts("python scripts/evidence/presets.py --out FILE")
+    found = facts("python scripts/evidence/presets.py")
     rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"] if options.keep else []
     for name in options.presets:
         row = row_of(name)
         rows = sorted([*(r for r in rows if r["preset"] != name), row], key=lambda r: -r["over_best"])
-        options.out.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        options.out.write_text(text_of(found, rows), encoding="utf-8")
         print(name, row["seconds"], row["best_seconds"], flush=True)
 
 

@@ -460,10 +460,11 @@ def test_one_kind_of_output_is_printed(capsys):
 def test_a_logger_that_is_not_installed_is_refused_with_the_paths(monkeypatch, tmp_path, capsys):
     """Found before only by the run: wandb offline needs the package too (verl-project/verl#494)."""
     from mrl.cli import validate
+    from mrl.driver.first_look import Looked
     from mrl.errors import ConfigError
     from mrl.record import sinks
 
-    monkeypatch.setattr("mrl.driver.first_look.look", lambda config: None)
+    monkeypatch.setattr("mrl.driver.first_look.look", lambda config: Looked())
     monkeypatch.setattr(validate, "_look_at_weights", lambda *given: [])
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
     resolved = load_config(BASE, overrides=["trainer.logger=[console,wandb]"])

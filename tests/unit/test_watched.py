@@ -155,7 +155,7 @@ def test_a_reference_on_the_host_is_a_copy_and_not_the_base_of_adapters(leaves, 
 def test_a_frozen_router_is_seen_on_its_parameter():
     from mrl.rank.parameter_marks import FROZEN
 
-    (row,) = [row for row in WATCHED if row.function == "build_optimizer"]
+    (row,) = [row for row in WATCHED if row.switch == "actor.freeze_router"]
     for frozen, name, found in (
         (True, "a.router.weight", True),
         (True, "a.weight", None),
