@@ -18,8 +18,8 @@ from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.tools.own_command import run_mrl, stopped_by_sigterm
 
-# Prefixes of metrics that depend on a clock or the state of the machine, see is_of_clock. Drafts are those of all answers
-# since the sync before, of a validation, too, which a run that resumes does not make again.
+# Prefixes of metrics that depend on a clock or the state of the machine, see is_of_clock. Drafts are counted in all
+# answers since the sync before, also in those of a validation, which a run that resumes does not repeat.
 CLOCK = (
     "timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes", "trainer/restarts",
     "trainer/replayed_responses", "fleet/", "drafts/",

@@ -167,7 +167,7 @@ def test_log_probs_that_are_not_finite_end_the_step_with_the_same_words_as_after
         with pytest.raises(NumericAbort) as raised:
             step_of(3, *overrides, many=many)
         said.append(str(raised.value))
-    assert said[0] == said[1] and f"row {row}, token 2" in said[0]
+    assert said[0] == said[1] and f"row {row + 1}, token 2" in said[0]
 
 
 # --- plan -------------------------------------------------------------------------------------------------------------
