@@ -175,6 +175,7 @@ def has_failed(outcome: Mapping[str, Any]) -> bool:
     return bool(outcome) and outcome["outcome"]["stop_reason"] == LEFT_OUT
 
 
+# calls after which a response goes on; an unreadable image counts as the tool's failure, but ends nothing
 _NO_FAILURES = (
     OK, "refused", "unread", "not_called", "overridden", "retry", "branch", "untrained", "lost_reward",
     "unreadable_image",
