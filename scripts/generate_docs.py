@@ -131,20 +131,20 @@ def metrics() -> str:
 
 _FROM_VERL = (
     "* **Nothing is lost silently.** Text that cannot be read, a branch that cannot be decided and a missing "
-    "`--config-name` file are named, with the variable to give by `--set NAME=VALUE`. The answer is then never "
+    "`--config-name` file are named, with the variable to give by `--set NAME=VALUE`. Such an import is never "
     "`valid`. Misspelt keys are named with the nearest one of verl's releases.",
     "* **Engines.** vLLM generates in place of SGLang and TensorRT-LLM, with the same weights, sampling and limits.",
     "* **Devices.** A script that looks for NPUs is read as on GPUs; `--set DEVICE=npu` chooses the other branch.",
-    "* **Asynchronous trainers** become `trainer.schedule: one_step_off` or `bounded`. A step has the samples that "
-    "verl trains on between two syncs; verl's share of stale samples is rounded to steps. Old log-probs are "
-    "recomputed, where verl uses the engine's, and a correction weighs the difference.",
+    "* **Asynchronous trainers** become `trainer.schedule: one_step_off` or `bounded`. A step is all that "
+    "verl trains on between two weight syncs. verl's staleness threshold is rounded up to whole steps. Old log-probs "
+    "are recomputed, where verl uses the engine's, and a correction weighs the difference.",
     "* **Rewards.** verl's `seq_reward` is `reward` here. Async functions are refused: call yours with `asyncio.run`.",
     "* **Your code** is loaded only from files that a key names: rewards, losses (`algorithm.policy_loss.custom`), "
     "advantages (`algorithm.custom_advantage`), tools and environments (`rollout.turns.path`).",
     "* **Resuming.** verl's default `resume_mode: auto` is kept: a second start resumes. mrl's own default refuses a "
     "directory with a run unless `--resume` is given.",
-    "* **Filters.** `top_p` and `top_k` of training responses are kept if the loss reads only training's log-probs, "
-    "verl's default. A correction or `bypass_mode` turns them off, with a warning.\n",
+    "* **Filters.** `top_p` and `top_k` of training responses are kept if the loss uses training's old log-probs "
+    "(verl's default), not the engine's. A correction or `bypass_mode` turns them off, with a warning.\n",
 )
 
 
@@ -154,8 +154,8 @@ def from_verl() -> str:
         _MADE, "# From verl\n",
         "`mrl import-verl SCRIPT` imports a launch script and reports every key ([the "
         "answers](tutorial/from_verl.md)). A key that ends in a dot covers everything below it. Implied: mrl always "
-        "does so. Not applicable: nothing is to be set. `only` X: any other value is a loss. By value: the last column "
-        "says what becomes of which.\n",
+        "does so. Not applicable: nothing is to be set. `only` X: any other value is reported, not carried over. By "
+        "value: the last column explains each value.\n",
         *_FROM_VERL,
         "## Unsupported keys and values\n",
         *_table(("verl", "here", "why")),
@@ -212,8 +212,9 @@ def _public_scripts() -> Iterator[str]:
     pairs = sum(counts.get(name, 0) for name in ("same", "unknown, told", "absent, told", "LOST", "DIFFERENT"))
     yield "\n## Public scripts\n"
     yield (
-        f"The {len(answers)} launch scripts of {commits}, run by bash over stubs and read by the import "
-        f"(`python scripts/evidence/verl_scripts.py`). bash passes {pairs:,} key=value pairs: {counts['same']:,} are "
+        f"The {len(answers)} launch scripts of {commits}, read by the import and compared with bash, where stubs in "
+        "place of python and ray record their arguments (`python scripts/evidence/verl_scripts.py`). bash passes "
+        f"{pairs:,} key=value pairs: {counts['same']:,} are "
         f"read alike, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)} depend on "
         f"variables that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
         f"{counts.get('DIFFERENT', 0)} differ silently. Answers: "
@@ -290,8 +291,8 @@ def efficiency() -> str:
     page = [
         _MADE,
         "# Efficiency of an update\n",
-        "What makes an update of a mixture of experts faster, with Megatron-core 0.16.1 (0.17.0 refuses the same). "
-        "Figures of one H100: [evidence](evidence.md).\n",
+        "What makes an update of a mixture of experts faster, with Megatron-core 0.16.1 (0.17.0 has the same "
+        "restrictions). Figures of one H100: [evidence](evidence.md).\n",
         "| switch | set by | from | refused | presets | the plan counts |",
         "|---|---|---|---|---|---|",
     ]
@@ -303,11 +304,12 @@ def _switches_of_devices() -> str:
     lists = []
     for device in ("cuda", "npu", "cpu"):
         names = [f"`{key.rpartition('.')[2]}`" for key in get_hosting(device).switches]
-        lists.append(f"{device}: {', '.join(names) or 'none, since exchanges beside computing would take its cores'}")
+        none = "none, since overlapped communication would take cores from computing"
+        lists.append(f"{device}: {', '.join(names) or none}")
     return (
         "**`mrl init` and presets turn on what costs nothing.** `mrl plan --search` counts the overlaps. "
-        f"{'; '.join(lists)}. What a rule refuses for a model is left out, and so is DeepEP, whose seconds the search "
-        "prints where experts span nodes."
+        f"{'; '.join(lists)}. What a rule refuses for a model is left out. DeepEP is off, too; the search prints a "
+        "step's seconds with it where experts span nodes."
     )
 
 
@@ -316,14 +318,11 @@ _TOKENS = (
     "as long for 8,192 tokens as for 16,384. Tokens a second rose with `actor.ppo_max_token_len_per_gpu` up to 32,768, "
     "so recomputing activations may be cheaper than small micro-batches. `launch_us` of "
     "`scripts/hardware/run.sh cuda actor_8k` measures your host.\n\n"
-    "**CUTLASS products are off by default.** `model.grouped_gemm: cutlass` made an update of 8,192 tokens "
+    "**CUTLASS grouped GEMM is off by default.** `model.grouped_gemm: cutlass` made an update of 8,192 tokens "
     "1.55 times as fast on one H100, but its numbers are not yet compared with Hugging Face's on a device."
 )
 
-_DEEPEP = (
-    "**DeepEP has no pinned build.** The right commit depends on the cluster: build it there. A rank that does not "
-    "find `deep_ep` says so at the start."
-)
+_DEEPEP = "**DeepEP has no pinned build.** The right commit depends on the cluster: build it there."
 
 
 def _efficiency_row(row: dict) -> str:
@@ -364,8 +363,9 @@ def predictions() -> str:
         _MADE,
         "# Predictions against published runs\n",
         "What `mrl plan` predicts for published runs (`python scripts/published_runs.py`). Low and high take every "
-        "constant at the better or worse end of its range. Two constants, `sequence_host` and `rest`, were fitted to "
-        "NeMo-RL's runs, which are therefore no independent check. No run of mrl on several devices has been compared. "
+        "constant at the better or worse end of its range. Two constants were fitted to NeMo-RL's runs, which are "
+        "therefore no independent check: `sequence_host` (vLLM's host time for each sequence) and `rest` (the "
+        "remainder of a step). No run of mrl on several devices has been compared. "
         "A decode step is one token of every sequence; an update is one optimizer step.\n",
         *_table(("run", "published", "low", "expected", "high", "error", "source", "missed because")),
     ]
@@ -389,8 +389,8 @@ def predictions() -> str:
     page += [
         "",
         "## After calibrations\n",
-        "`mrl plan --calibrate` fits constants to your runs and keeps a set of draws for those that the runs do not "
-        "determine. `mrl plan --search` ranks layouts by their mean over the draws. It proposes as a trial the run "
+        "`mrl plan --calibrate` fits constants to your runs and keeps samples of those that the runs cannot "
+        "pin down. `mrl plan --search` ranks layouts by their mean over these samples. It proposes as a trial the run "
         "with the largest expected improvement (Jones, Schonlau and Welch 1998).",
         "",
         *_calibrations(),
@@ -403,10 +403,10 @@ def predictions() -> str:
 def _calibrations() -> list[str]:
     """Says what simulations of two calibrations gave."""
     return [
-        "Simulations with randomly drawn constants in place of a cluster (`tests/unit/test_calibration.py`, marked "
-        "long). The first run is the plan's, the second the proposed trial, the third the fastest by both. The table "
-        "counts draws within 5 % of the best layout, how much slower the worst one is, and what the trial costs in "
-        "shares of a step:",
+        "We simulated clusters by drawing constants at random (`tests/unit/test_calibration.py`, marked long). "
+        "The first run is the plan's, the second the proposed trial, the third the fastest by both. Columns: draws; "
+        "how many are within 5 % of the best layout; how much slower the worst one is; what the trial costs, in shares "
+        "of a step.",
         "",
         *_table(("cluster", "draws", "first run", "third run", "best of the three", "farthest", "trial, on average")),
         *(_row(*map(str, row.values())) for row in _source("calibrations")),
@@ -417,12 +417,12 @@ def _on_cores() -> list[str]:
     """Says how far a calibration by one batch is from others on a core."""
     phases = ("log_prob", "update")
     return [
-        "A rank of the tiny world on one core, predicted after a calibration by one batch. Errors are predicted over "
-        "measured seconds of that core (`tests/real/test_rank_seconds.py`); the goal is 15 %, which the second "
-        "measurement, on a busy machine, misses twice. A part of the log-probs' seconds does not depend on the "
-        "batch, which one run cannot tell. Not measured: other layouts and the long world. Whole runs are compared by "
-        "`python scripts/evidence/predicted_runs.py RUNS` (batches, lengths, layouts; tiny and long world), which "
-        "needs a quiet machine. No figure is kept: beside other work the same run took 3.2 or 6.1 s a step.",
+        "We calibrated on one batch of the tiny model on one core, then predicted others. Errors are predicted over "
+        "measured seconds (`tests/real/test_rank_seconds.py`); the goal is 15 %, which the second "
+        "measurement, on a busy machine, misses twice. Log-prob time has a fixed part, which one "
+        "calibration run cannot separate. Not measured: other layouts and the long world. Whole runs "
+        "(`python scripts/evidence/predicted_runs.py RUNS`) need a quiet machine: beside other work one took 3.2 or "
+        "6.1 s a step.",
         "",
         *_table(("changed", *phases, "commit", "date")),
         *(

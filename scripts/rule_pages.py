@@ -52,9 +52,9 @@ values. `mrl train` checks the same before it starts Ray.
 
 1. **Keys**: unknown names, types, limits: [every key](configuration.md).
 2. **Rules between keys, and between a key and the model**: below, and [layouts](layouts.md).
-3. **Settings of Megatron and vLLM** (`override_*`, `engine_kwargs`) that do not exist there, or that mrl decides.
-4. **The model's folder**: an unsupported [family](adding_a_family.md#refused-families), keys of config.json that mrl
-   does not compute, missing or damaged files.
+3. **Settings of Megatron and vLLM** (`override_*`, `engine_kwargs`) that do not exist there, or that mrl sets itself.
+4. **The model's folder**: an unsupported [family](adding_a_family.md#refused-families), settings of config.json
+   that mrl does not implement, missing or damaged files.
 5. **Files**: rows, chat template, reward, loss, advantage, tools ([frequent mistakes](tutorial/first_hour.md)).
    `--check-paths` also refuses folders that are not on this host.
 6. **Engines' memory**: a `rollout.gpu_memory_utilization` that does not fit, or leaves no room for a sequence.
@@ -64,12 +64,12 @@ values. `mrl train` checks the same before it starts Ray.
 
 ## Rules
 
-The table has rules with one condition. Of those with several, these are broken most often:
+Besides the table's simple rules, these compound ones are broken most often:
 
 * `rollout.n` must be at least 2 for estimators that compare responses.
 * `actor.ppo_mini_batch_size` must divide `data.train_batch_size`; times `rollout.n` it must be a multiple of DP.
 * A token budget must hold the longest sample.
-* A clip range must fit its loss.
+* A clip range must fit its loss: 0.2 is too wide for GSPO, 3e-4 too narrow for PPO.
 
 """
 

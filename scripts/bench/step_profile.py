@@ -93,7 +93,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "tokens entered": ("scheduler.py:update_from_output",),
         "requests received": ("core.py:process_input_sockets", "core.py:_process_input_queue"),
         "tokens sent": ("core.py:process_output_sockets",),
-        "worker asked and heard": ("multiproc_executor.py:collective_rpc", "multiproc_executor.py:result"),
+        "RPC to worker": ("multiproc_executor.py:collective_rpc", "multiproc_executor.py:result"),
         "weight sync": ("core.py:_invoke_utility_method",),
     },
     WORKER: {
@@ -102,7 +102,7 @@ PARTS: dict[str, dict[str, tuple[str, ...]]] = {
         "other layers": ("qwen3_moe.py:Qwen3MoeForCausalLM.forward",),
         "batches made": ("gpu_model_runner.py:execute_model",),
         "sampling": ("gpu_model_runner.py:sample_tokens", "gpu_worker.py:sample_tokens", "sampler.py:forward"),
-        "core heard and answered": ("multiproc_executor.py:worker_busy_loop",),
+        "RPC from core": ("multiproc_executor.py:worker_busy_loop",),
         "weight sync": ("v0_common.py:answer",),
     },
     SCORER: {},

@@ -158,7 +158,7 @@ class FamilyCheck:
             model = model_spec(json.loads((self.folder(name) / "config.json").read_text(encoding="utf-8")))
             faults += [f"{name}: {fault}" for fault in _other_names(model, self.folder(name))]
         cure = f"give each tensor of the checkpoint a row of dense_layer or expert_layer in {self.file}"
-        return Check("names", f"{len(self.configs)} drawn models of transformers' class", tuple(faults), cure)
+        return Check("names", f"{len(self.configs)} random tiny models of transformers' class", tuple(faults), cure)
 
     def engines(self) -> Cases:
         """Returns the engines that load a drawn model, by what is special about them."""
