@@ -420,9 +420,9 @@ def _on_cores() -> list[str]:
         "We calibrated on one batch of the tiny model on one core, then predicted others. Errors are predicted over "
         "measured seconds (`tests/real/test_rank_seconds.py`); the goal is 15 %, which the second "
         "measurement, on a busy machine, misses twice. Log-prob time has a fixed part, which one "
-        "calibration run cannot separate. Not measured: other layouts and the long world. Whole runs "
-        "(`python scripts/evidence/predicted_runs.py RUNS`) need a quiet machine: beside other work one took 3.2 or "
-        "6.1 s a step.",
+        "calibration run cannot separate. Steps of whole runs after one run on a quiet machine (`python "
+        "scripts/evidence/predicted_runs.py RUNS`, at `7bfcc7c4`): twice the batch +0 %, half -7 %, twice the length "
+        "-6 %, DP2 EP2 -1 %; missed: a quarter of the micro-batch -16 %, PP2 +20 %. Not measured: the long world.",
         "",
         *_table(("changed", *phases, "commit", "date")),
         *(
