@@ -165,7 +165,7 @@ def image_tokens(config: RunConfig) -> int:
     return max(engine_passes(config)["batched_tokens"], _ENCODER_STEPS * config.data.max_sample_length)
 
 
-Looked = tuple[tuple[int, float], ...]  # how many images, and the tokens of each
+_Images = tuple[tuple[int, float], ...]  # how many images, and the tokens of each
 
 
 def looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:
@@ -175,7 +175,7 @@ def looking_flops(inputs: PlanInputs, batch: BatchPlan) -> float:
     return _flops_of(inputs.tower, _looked_at(inputs, batch.prompts, batch.samples))
 
 
-def _looked_at(inputs: PlanInputs, prompts: int, rows: int) -> Looked:
+def _looked_at(inputs: PlanInputs, prompts: int, rows: int) -> _Images:
     """Returns the different images of so many rows, which answer so many prompts."""
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     if inputs.config.rollout.agent is not None:
@@ -184,14 +184,14 @@ def _looked_at(inputs: PlanInputs, prompts: int, rows: int) -> Looked:
     return ((prompts, lengths.prompt), *of_answers)
 
 
-def _looked_at_by_ranks(inputs: PlanInputs, batch: BatchPlan) -> Looked:
+def _looked_at_by_ranks(inputs: PlanInputs, batch: BatchPlan) -> _Images:
     """Returns the images of a step that ranks look at, each replica at those of its rows."""
     of_replica = _looked_at(inputs, _replica_prompts(inputs, batch), -(-batch.samples // inputs.train.data))
     return tuple((inputs.train.data * count, tokens) for count, tokens in of_replica)
 
 
-def _flops_of(tower: VisionTower, looked: Looked) -> float:
-    return sum(count * tower.flops(tokens * tower.merged) for count, tokens in looked)
+def _flops_of(tower: VisionTower, images: _Images) -> float:
+    return sum(count * tower.flops(tokens * tower.merged) for count, tokens in images)
 
 
 def looks(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:

@@ -248,6 +248,7 @@ def test_only_a_responses_own_routes_are_read_and_no_number_becomes_an_object(tm
     _, peak = tracemalloc.get_traced_memory()  # NumPy's and Python's, and not Arrow's
     tracemalloc.stop()
     assert all(np.array_equal(own, routes + 7 - row) for row, own in enumerate(every))
+    assert not any(own.flags.owndata for own in every), "views of what Arrow has read"
     # lists would have a reference of eight bytes for each number; other threads of this process allocate some, too
     assert peak < 4 * len(every) * routes.nbytes
 

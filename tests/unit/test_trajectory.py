@@ -299,7 +299,7 @@ def test_every_metric_is_measured_here_or_has_no_number_of_response_tokens_in_it
 
 EXTREMES = ".*/(max|min|clip_ratio)|.*_(max|min)|gap .*"
 OF_ROWS = "critic/(score|rewards)/.*|training/off_policy/.*|async/.*|prompt.*"
-# the stand-in's entropy is one number; the driver makes shares of cut-off responses, and seconds, of no tokens
+# not of tokens: the mock's entropy is a constant; the driver computes these shares and seconds of whole responses
 MASKED = "train/overlong_.*|actor/(skipped_updates|updates|kl_coef|entropy|pg_clipfrac_lower)|perf/time_per_step"
 
 

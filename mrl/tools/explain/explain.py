@@ -539,7 +539,11 @@ def _of_replicas(run: StoredRun, step: int) -> list[LikelyCause]:
         if (norms := [row[name] for row in before if isinstance(row.get(name), float)])
     }
     told = of_replicas(run.rows[step], usual, _VANISHED)
-    return [LikelyCause("update", _lost(run, told[0])[0], told[1], _lost(run, told[0])[1])] if told else []
+    if told is None:
+        return []
+    replica, evidence = told
+    cause, change = _lost(run, replica)
+    return [LikelyCause("update", cause, evidence, change)]
 
 
 def _of_routes(run: StoredRun, step: int, seconds: float) -> list[LikelyCause]:
