@@ -42,7 +42,8 @@ def main(requests_fd: int, results_fd: int) -> None:
     ask_kernel(PR_SET_PDEATHSIG, signal.SIGTERM)
     output, printed = os.pipe()
     keeper = os.getpid()
-    scratch = Path(tempfile.gettempdir()) / f"mrl-scratch-{os.urandom(8).hex()}"
+    # below that of a keeper above, which kills this one with all else and removes what is left of it, too
+    scratch = Path(os.environ.get(SCRATCH, tempfile.gettempdir())) / f"mrl-scratch-{os.urandom(8).hex()}"
     os.environ[SCRATCH] = str(scratch)
     farewell = None
     if sys.platform == "linux":

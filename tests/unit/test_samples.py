@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import time
 import tracemalloc
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -242,7 +243,10 @@ def test_only_a_responses_own_routes_are_read_and_no_number_becomes_an_object(tm
     before = pa.total_allocated_bytes()
     (found,) = file.routes([5])
     assert np.array_equal(found, routes + 5)
-    assert pa.total_allocated_bytes() - before < 2 * routes.nbytes
+    until = time.monotonic() + 10  # Arrow's threads may give back what they decoded a moment later
+    while pa.total_allocated_bytes() - before >= 2 * routes.nbytes:
+        assert time.monotonic() < until, "it keeps more than the response's own routes"
+        time.sleep(0.01)
     tracemalloc.start()
     every = file.routes([7, 6, 5, 4, 3, 2, 1, 0])
     _, peak = tracemalloc.get_traced_memory()  # NumPy's and Python's, and not Arrow's

@@ -1,7 +1,10 @@
 """Agents are forked from a process that has loaded them: imports are made once, and nothing else is shared."""
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -92,3 +95,30 @@ def test_a_program_is_this_interpreters_where_that_would_run_it(tmp_path):
         command.write_text(line)
         command.chmod(0o755)
         assert script_of([str(command), "a"]) == ([str(command), "a"] if is_own else None)
+
+
+def test_nothing_is_left_of_an_agent_that_ends_with_what_forked_it(tmp_path):
+    """Its keeper is then killed by the one above, and cannot remove the agent's home."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "heavy.py").write_text("")
+    begun = tmp_path / "begun"
+    agent = tmp_path / "waiting.py"
+    agent.write_text(
+        f"import time\n{FUNCTION}"
+        f"    with open({str(begun)!r}, 'w') as file:\n        print(os.getppid(), file=file)\n    time.sleep(600)\n"
+    )
+    named = ("PYTHONPATH", "TMPDIR")
+    spec = ToolsSpec((), str(agent), agent="run", network=True, folders=(str(tmp_path),), environment=named)
+    given = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path), "TMPDIR": str(temporary)}
+    with EnvironmentPool(spec, 2, 60.0, tmp_path / "tools.log", environment=given) as pool:
+        call = called(pool, 0)
+        until = time.monotonic() + 60
+        while not (begun.exists() and begun.read_text().endswith("\n")):
+            assert time.monotonic() < until and not call.done(), (tmp_path / "tools.log").read_text()
+            time.sleep(0.02)
+        assert len(list(temporary.glob("**/home"))) == 1
+        os.kill(int(begun.read_text()), signal.SIGSTOP)  # the keeper is too slow
+        pool._warm.kill()
+        assert call.result().reason == DIED
+    assert list(temporary.iterdir()) == []
