@@ -13,8 +13,8 @@
        |
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
-    update_critic    the step                           new weights of the critic             update.py (with a critic)
-    update_actor     the step                           new weights in the actor's ranks      update.py
+    update_critic    the step                           new weights of the critic             step_batch.py
+    update_actor     the step                           new weights in the actor's ranks      step_batch.py
     settle           what engines have under way        nothing that the sync would disturb   generation.py (drain)
     reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
     testing          validation prompts, engines        validation metrics                    validation.py
@@ -52,8 +52,7 @@ from mrl.driver.reporting import (
     set_failures_aside,
     time_metrics,
 )
-from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import check_routed, leave_actor, update, update_critic
+from mrl.driver.step_batch import StepBatch, check_routed
 from mrl.driver.validation import ValidationSettings, answer_and_score, record_validation
 from mrl.errors import DataError, EnvironmentFault, Interrupted, LostWeights, MrlError
 from mrl.generate.rollouts import Rollouts, compared, metric_values
@@ -248,9 +247,9 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, cursor: DataCurso
     if run.config.algorithm.needs_critic:
         run.is_whole = False
         with line.phase("update_critic"):
-            line.add(update_critic(trained))
+            line.add(trained.update_critic())
     if not trains_actor(run):
-        line.add(leave_actor(trained))
+        line.add(trained.leave_actor())
     else:
         with line.phase("switch"):
             run.placement.to_update()
@@ -258,7 +257,7 @@ def update_actor(run: Run, line: StepLine, trained: StepBatch, cursor: DataCurso
         with line.phase("update_actor"):
             note = partial(note_warning, run.run_dir)
             watch = partial(run.spikes.look, run.state.step + 1, run.config.actor.optim.clip_grad, note=note)
-            line.add(update(trained, watch))
+            line.add(trained.update(watch))
     run.state = run.state.advanced(cursor, next_kl_coef(run.config, line.metrics, len(trained.rows)))
     run.is_whole = True
 

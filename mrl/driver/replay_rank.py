@@ -23,9 +23,8 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig, with_values
 from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.driver.replay_views import KEPT, SHOWN_ROWS, Weights, compared_views, fitting, viewed, weights_of
-from mrl.driver.step_batch import StepBatch
+from mrl.driver.step_batch import StepBatch, gradient_norms
 from mrl.driver.stored_step import stored_rollouts
-from mrl.driver.update import gradient_norms
 from mrl.generate.rollouts import Rollouts, compared, metric_values
 from mrl.platforms import prepare_process
 from mrl.platforms.hosting import set_communicator_defaults, set_rank_defaults

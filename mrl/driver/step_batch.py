@@ -12,7 +12,8 @@
 Tokens and their numbers stay on the ranks. What one model computes for another travels by reference (handed_rows.py).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,15 +21,17 @@ import numpy as np
 
 from mrl.algo.plain import FloatParts
 from mrl.algo.turn_credit import TurnNumbers, turn_numbers
-from mrl.config.schema import RunConfig
+from mrl.config.schema import ActorConfig, RunConfig
 from mrl.config.teacher_model import TeacherModel
 from mrl.data.samples import SampleRows
+from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
-from mrl.rank.batching import RowLengths
+from mrl.rank.batching import MiniBatchLoad, RowLengths
 from mrl.rank.cut import StepCut, step_cut, teacher_cut
 from mrl.rank.handed_rows import answers_of, needed_by
 from mrl.rank.rank_step import CRITIC, TEACHER, ReplicaRows, Scored, StepRows
+from mrl.record.metrics import reduce_parts, seqlen_metrics
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers
 
@@ -214,28 +217,85 @@ class StepBatch:
         """Returns which of `rows` a replica trains on; int64, ascending."""
         return self._own[replica][np.isin(self._own[replica], rows)]
 
-    def update_critic(self) -> list[FloatParts]:
-        """Makes all optimizer steps of the critic, which is before the actor's. Returns metrics of each rank."""
+    def update_critic(self) -> dict[str, float]:
+        """Makes all optimizer steps of the critic, which is before the actor's. Returns reduced metrics.
+
+        Raises NumericAbort as `update` does.
+        """
         actor = self._actor
         returns = answers_of(actor.layout, self._own, self._returns)
         self._returns = []
         layout, shares = self._of_critic()
         asked = [needed_by(share.numbers, returns) for share in shares]
         answers = actor.each("update_critic", _by_rank(layout, asked), "update_critic")
-        return [part for parts in answers if parts is not None for part in parts]
+        return reduce_parts([part for parts in answers if parts is not None for part in parts])
 
-    def update(self) -> tuple[list[FloatParts], dict[str, float]]:
-        """Makes all optimizer steps. Returns metrics of each rank and, on policy, those of `score` for log-probs."""
+    def update(
+        self, watch: Callable[[list[float], list[np.ndarray]], None] = lambda norms, sample_ids: None
+    ) -> dict[str, float]:
+        """Makes all optimizer steps. Returns reduced metrics and, on policy, those of `score` for log-probs.
+
+        `watch` gets each update's gradient norm, and the ids of its samples. Raises NumericAbort if too many updates in
+        a row could not be applied. On policy it also raises it for log-probs that are not finite, before any change.
+        """
         answers = self._actor.each("update", [()] * len(self._replica_of), "update")
-        return [part for parts, _ in answers for part in parts], answers[0][1]
+        parts = [part for of_rank, _ in answers for part in of_rank]
+        metrics = answers[0][1] | reduce_parts(parts)
+        loads = self.cut.loads
+        watch(gradient_norms(parts), [self.rows.sample_id[rows] for rows in self.cut.rows])
+        applied = len(loads) - metrics["actor/skipped_updates"]
+        return metrics | {"actor/updates": applied} | load_metrics(self.rows.lengths, loads, self.cut.epochs)
 
-    def leave_actor(self) -> None:
-        """Lets ranks drop their rows where the actor is not updated with them."""
+    def leave_actor(self) -> dict[str, float]:
+        """Ends a step that trains only the critic: ranks drop their rows. Returns metrics of an unchanged actor."""
         self._actor.each("update", [(False,)] * len(self._replica_of), "forget")
+        return {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
 
-    def sample_ids(self) -> list[np.ndarray]:
-        """Returns the ids of the rows of each mini-batch."""
-        return [self.rows.sample_id[rows] for rows in self.cut.rows]
+
+def check_routed(actor: ActorConfig, rows: SampleRows) -> None:
+    """Raises EnvironmentFault with R3 if a larger share of the samples than allowed, or all, have no route.
+
+    Routes of single tokens may be missing, as those of cached prompts are. The update counts these.
+    """
+    if actor.router_replay != "R3":
+        return
+    most = actor.max_unrouted_share
+    without = int((~rows.routed).sum())
+    if without <= most * len(rows) and without < len(rows):
+        return
+    found = f"no route for any of {len(rows)} samples"
+    if without < len(rows):
+        found = f"no route for {without} of {len(rows)} samples, more than actor.max_unrouted_share ({most:g}) allows"
+    raise EnvironmentFault(
+        f"actor.router_replay: R3, and the vLLM engines (rollout) returned {found}; see logs/engine-N.log in the run "
+        "directory, or set actor.router_replay: R2 or disabled, which need none"
+    )
+
+
+def gradient_norms(parts: Sequence[FloatParts]) -> list[float]:
+    """Returns the norms of all updates in order, before clipping; NaN for a skipped one.
+
+    One rank returns the norm, which is equal on all ranks, and with it `actor/skipped_updates` for every update.
+    """
+    return [part.get("actor/grad_norm", (math.nan, 1.0))[0] for part in parts if "actor/skipped_updates" in part]
+
+
+def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad], epochs: int = 1) -> dict[str, float]:
+    """Returns how evenly an update is spread over the data-parallel ranks, and its share of padding.
+
+    Metrics are means over its mini-batches. `lengths` [batch] are tokens of each sequence. `loads` come from the ranks,
+    one for each mini-batch of all `epochs`. Each epoch trains a rank on the same rows.
+    """
+    tokens_of_loads = [load.tokens for load in loads]
+    trained_tokens = [sum(of_rank) // epochs for of_rank in zip(*tokens_of_loads, strict=True)]
+    packed = [load.packed_sequences for load in loads if load.packed_sequences is not None]
+    budgets = [load.budget_share for load in loads if load.budget_share is not None]
+    return seqlen_metrics(lengths, trained_tokens) | {
+        "actor/padding_share": float(np.mean([load.padding_share for load in loads])),
+        "actor/dp_imbalance": float(np.mean([load.imbalance for load in loads])),
+        **({"actor/packed_sequences": float(np.mean(packed))} if packed else {}),
+        **({"actor/token_budget_share": max(budgets)} if budgets else {}),
+    }
 
 
 def _turns(rows: SampleRows) -> TurnNumbers | None:

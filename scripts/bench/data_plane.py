@@ -503,11 +503,11 @@ def generation_of(config, run_dir, responder, spool, prompts: list, routes: bool
 def run_before(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     """The same phases by the code of commits up to 3a7ad58."""
     import ray
+    from mrl.driver.update import update, with_advantages, with_corrections, with_old_log_probs
 
     from mrl.config.load import load_config
     from mrl.data.order import DataCursor
     from mrl.driver.reporting import write_rollouts
-    from mrl.driver.update import update, with_advantages, with_corrections, with_old_log_probs
     from mrl.engine.requests import Sampling
     from mrl.generate.rollouts import Rollouts, rewards_after_penalties
 

@@ -16,7 +16,6 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
 from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import update
 from mrl.errors import NumericAbort
 from mrl.rank.actor import MegatronActor
 from mrl.rank.batching import RowResult
@@ -114,7 +113,7 @@ def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
     scores = np.cos(np.arange(len(samples)))
     step = StepBatch(Ranks(actor), stored, 1)
     scored = step.score(scores, np.ones(len(samples), bool))
-    return dict(scored.metrics) | update(step)
+    return dict(scored.metrics) | step.update()
 
 
 class InMemory(ResponseStore):

@@ -10,7 +10,7 @@ import pytest
 from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
-from mrl.driver.update import load_metrics
+from mrl.driver.step_batch import load_metrics
 from mrl.errors import DataError
 from mrl.model import planning_model_spec
 from mrl.model.layout import TrainLayout

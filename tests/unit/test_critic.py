@@ -18,7 +18,6 @@ from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.driver.resume import RunIdentity, find_resume_point
 from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import leave_actor, update_critic
 from mrl.errors import ConfigError, DamagedCheckpoint, NumericAbort
 from mrl.generate.rollouts import compared
 from mrl.model import model_spec, parameter_count, planning_model_spec
@@ -293,7 +292,7 @@ def test_estimates_have_the_same_bits_wherever_rows_lie(replicas, layout):
 def test_a_critic_of_another_layout_is_updated_with_the_actors_returns_of_its_own_rows(replicas, layout):
     """Each replica's rows of each mini-batch, whole on each of its ranks of the last stage, and no row twice."""
     step, actor, _, _, columns = step_of(replicas, "algorithm.overlong_filter=true", layout)
-    metrics = update_critic(step)
+    metrics = step.update_critic()
     trained = trained_of(actor)
     assert metrics["critic/vf_loss"] == 1.0
     cut = step.critic_cut
@@ -326,7 +325,7 @@ def test_values_that_are_no_numbers_end_the_step():
 
 def test_a_critic_is_updated_with_all_rows_before_the_actor_and_then_lets_go_of_its_columns():
     step, actor, *_ = step_of(3)
-    metrics = update_critic(step)
+    metrics = step.update_critic()
     assert metrics["critic/vf_loss"] == 1.0
     for each, batch in zip(actor.actors, actor.batches, strict=True):
         ((given, mini_batches, counts),) = each.critic.updates
@@ -354,7 +353,7 @@ def test_a_response_whose_group_failed_is_trained_on_where_a_critic_judges_it():
 
 def test_a_step_that_trains_the_critic_alone_lets_the_rows_go():
     step, actor, *_ = step_of(2)
-    assert leave_actor(step) == {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
+    assert step.leave_actor() == {"actor/updates": 0.0, "actor/skipped_updates": 0.0}
     assert not actor.batches
 
 

@@ -13,8 +13,7 @@ from mrl.config.describe import describe_batch
 from mrl.config.load import load_config
 from mrl.config.loss_rules import loss_notes
 from mrl.data.order import permutation
-from mrl.driver.step_batch import StepBatch
-from mrl.driver.update import load_metrics
+from mrl.driver.step_batch import StepBatch, load_metrics
 from mrl.plan.plan_inputs import batch_plan, engine_of
 from mrl.plan.times import phase_seconds, step_flops
 from mrl.rank.cut import mini_batch_rows
@@ -95,18 +94,21 @@ def test_no_epoch_has_the_order_of_the_data_or_of_another_step():
 def test_denominators_of_each_update_count_its_own_rows_and_old_log_probs_are_computed_once(overrides):
     told = []
     config = config_of("actor.ppo_epochs=2", *overrides)
-    actor = Replicas(config, 2, updated=lambda counts, number: told.append(counts) or [{}])
+    actor = Replicas(
+        config, 2, updated=lambda counts, number: told.append(counts) or [{"actor/skipped_updates": (0.0, 1.0)}]
+    )
     passes = []
     for each in actor.actors:
         whole = each.policy_log_probs
         each.policy_log_probs = lambda *given, whole=whole: passes.append(1) or whole(*given)
     step, _ = scored_step(actor, rollouts_of(stored(samples())))
     lengths = trained_of(actor)
-    step.update()
+    seen = []
+    step.update(lambda norms, sample_ids: seen.extend(sample_ids))
     assert len(passes) == 2  # once a replica
     for counts in told:
         assert counts == [Denominators.counted(lengths[rows]) for rows in step.cut.rows]
-    assert [len(ids) for ids in step.sample_ids()] == [MINI] * 6
+    assert [len(ids) for ids in seen] == [MINI] * 6
 
 
 def test_a_replicas_tokens_are_counted_once_however_many_epochs_train_on_them():

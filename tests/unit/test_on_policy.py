@@ -24,7 +24,6 @@ from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import packed
-from mrl.driver.update import update
 from mrl.errors import NumericAbort
 from mrl.model import model_spec, planning_model_spec
 from mrl.plan.devices import find_device
@@ -142,7 +141,7 @@ def step_of(replicas: int, *overrides, many=None) -> dict[str, float]:
     step, scored = scored_step(actor, rollouts)
     assert ("actor/entropy" in scored.metrics) is (scored.gaps is not None) is not config.algorithm.on_policy
     assert (actor.batches[0].batch.old_log_probs is None) is config.algorithm.on_policy
-    return scored.metrics | update(step)
+    return scored.metrics | step.update()
 
 
 @pytest.mark.parametrize(

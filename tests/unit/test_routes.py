@@ -12,7 +12,7 @@ import torch
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING, RouteShape, is_missing, recoded
 from mrl.data.samples import Sample, Samples, packed
-from mrl.driver.update import check_routed
+from mrl.driver.step_batch import check_routed
 from mrl.errors import DataError, EnvironmentFault
 from mrl.rank.packing import Shape, micro_batch
 from mrl.rank.routing import _Chooser

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mrl.driver.reporting import SPIKE, SPIKE_LEAST, SPIKE_WINDOW, SpikeWatch, in_ranges, note_warning
-from mrl.driver.update import gradient_norms
+from mrl.driver.step_batch import gradient_norms
 from mrl.record.run_dir import RunDir
 from mrl.tools.report.run_record import RunRecord
 

@@ -29,7 +29,6 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, SampleRows, Sequences, packed
 from mrl.driver.reporting import mfu_metrics
-from mrl.driver.update import update
 from mrl.driver.validation import _lengths
 from mrl.generate.group_metrics import version_metrics
 from mrl.generate.rollouts import Judge, Rollouts, compared
@@ -177,7 +176,7 @@ def measured(
     step, scored = scored_step(actor, rollouts, compared(rows.group_id, rollouts.results))
     held = [batch.batch for batch in actor.batches]
     own = [np.flatnonzero(batch.own) for batch in actor.batches]
-    metrics = scored.metrics | update(step)
+    metrics = scored.metrics | step.update()
     metrics |= _of_rows(config, rows, rollouts)
     metrics["train/overlong_penalty_mean"] = float((rewards - _scores(rollouts)).mean())
     if scored.gaps is not None:
