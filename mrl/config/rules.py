@@ -5,7 +5,7 @@ key. Rules are judged one by one. Where the schema refuses a part of a configura
 not read that part are still judged. A function ends where it reads a refused key. So a function holds one rule, or
 rules that read the same keys.
 
-Everything that refuses a layout; nothing else of `mrl/` does:
+Everything that refuses a layout before a run. A test holds that each file of rules that names a degree is here:
 
     limits of one key    at the key: schema_actor.py, schema_rollout.py
     actor's degrees      mrl/model/layout_rules.py, for critic and teacher too (critic_rules.py, distillation_rules.py)

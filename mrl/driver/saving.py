@@ -5,6 +5,14 @@ The writing overlaps the steps that follow:
     step N      ranks copy their parts to host memory     training waits
     step N+1    a thread writes them to the disk          training continues
     step N+2    the result is requested                   a refusal of the disk is counted, and the run continues
+
+All calls, with the process that runs each:
+
+    driver    loop.py: copy_checkpoint -> Saver.take -> ActorGroup.take_checkpoint
+    rank      rank_save.py: HostCopy.take, parts of this rank in host memory
+    driver    loop.py: write_checkpoint -> Saver.write, whose thread begins step_folders.write_atomically
+    rank      rank_save.py: HostCopy.write -> checkpoint/safetensors_file.py: write_tensors, synced to the disk
+    driver    Hugging Face's files, samples, manifest.write_manifest last; the folder gets its name; older ones go
 """
 
 import importlib.metadata

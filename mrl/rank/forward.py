@@ -178,11 +178,11 @@ def loss_pass(
 
     Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
 
-    `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides
-    each loss by the number of micro-batches and multiplies it by the context-parallel size. The gradient reduction
-    divides by the number of data- and context-parallel ranks. The factor in this function undoes these operations, so
-    that gradients are sums. `beside` gets the last stage's hidden states of each micro-batch. Returns the result of
-    each micro-batch on the last stage, an empty list elsewhere.
+    `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. Megatron's schedule
+    divides each loss by the number of micro-batches and multiplies it by the context-parallel size, and its reduction
+    of gradients divides by data-parallel times context-parallel ranks. What is left is undone here, so gradients are
+    sums: micro-batches times data-parallel ranks. `beside` gets the last stage's hidden states of each micro-batch.
+    Returns the result of each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_batches) * mpu.get_data_parallel_world_size()
 

@@ -1,8 +1,10 @@
 """Holds a replica's rows of a step on a rank, fetched once, and computes what the step needs of each token.
 
-    log-probs --> gaps to generation's;  reference's --> ;  teacher's and critic's, taken over -->
-    corrected: mask, weights, anchor, penalties, KL to the teacher;  estimated: advantages and returns by a critic
-    advantages: from numbers a response;  selected: tokens that a loss treats apart
+    log-probs     of the trained policy, and their gaps to generation's; of the reference; a teacher's and a critic's
+                  values come from those models
+    corrected     mask, weights, anchor, penalties, KL to the teacher
+    estimated     advantages and returns by a critic, or advantages from numbers of each response
+    selected      tokens that a loss treats apart
 
 Every method that computes numbers a row returns those of the replica's own rows. Formulas stand in mrl.algo and look at
 one row at a time, so any replica may have any row. rank_step.py calls these methods in their order, and computes over

@@ -127,7 +127,7 @@ def _call_metrics(rows: SampleRows) -> dict[str, float]:
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns advantages over trained tokens, from each row's `count`, `sum`, `low` and `high`; nothing without tokens.
 
-    Returns are equal to advantages, as in every estimator without a critic. One with a critic has its own.
+    The same numbers are named `returns`, too: without a critic the two are equal. A critic's returns replace them.
     """
     count = int(of_rows["count"].sum())
     if not count:
