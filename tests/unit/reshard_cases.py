@@ -1,19 +1,167 @@
-"""Random pairs of training and rollout layouts, and the two published models, for the tests of the reshard plan."""
+"""Small models of all families, random layouts and pairs of them, and the two published models: for tests of the
+reshard plan and of checkpoints.
+"""
 
 import random
 from dataclasses import dataclass
 from functools import cache
 
-from test_reshard_source import random_layouts
+import numpy as np
 
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec
+from mrl.model import ModelSpec, tensor_specs
 from mrl.model.device_grid import DeviceId
-from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.layout import RolloutLayout, TrainLayout, check_train_layout
+from mrl.model.megatron_shards import Shard
 from mrl.model.rotation import Rotation
 from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
+
+BASE = {
+    "num_layers": 4,
+    "hidden_size": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 22,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+    "rotation": Rotation(1e4),
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+EXPERTS = {"moe_layers": (0, 1, 2, 3), "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+DELTA = {
+    "linear_layers": (0, 2),
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 2,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 4,
+    "attn_output_gate": True,
+    "zero_centered_norm": True,
+}
+MODELS = {
+    "qwen2": ModelSpec(**BASE | {"family": "qwen2", "qkv_bias": True, "qk_norm": False, "tie_word_embeddings": True}),
+    "qwen3": ModelSpec(**BASE | {"family": "qwen3", "qkv_bias": False, "qk_norm": True}),
+    "qwen2_moe": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {"family": "qwen2_moe", "qkv_bias": True, "qk_norm": False, "shared_expert_intermediate_size": 8}
+    ),
+    "qwen3_moe": ModelSpec(**BASE | EXPERTS | {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True}),
+    "glm4_moe": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {
+            "family": "glm4_moe",
+            "qkv_bias": True,
+            "qk_norm": False,
+            "moe_layers": (1, 2, 3),
+            "shared_expert_intermediate_size": 8,
+        },
+        router_score="sigmoid",
+    ),
+    "deepseek_v3": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {
+            "family": "deepseek_v3",
+            "qkv_bias": False,
+            "qk_norm": False,
+            "num_key_value_heads": 8,
+            "moe_layers": (1, 2, 3),
+            "shared_expert_intermediate_size": 8,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 10,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 3,
+        },
+        router_score="sigmoid",
+    ),
+    "qwen3_next": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {"family": "qwen3_next", "qkv_bias": False, "qk_norm": True, "shared_expert_intermediate_size": 8},
+        **DELTA,
+    ),
+    "qwen3_5_text": ModelSpec(
+        **BASE | {"family": "qwen3_5_text", "qkv_bias": False, "qk_norm": True, "tie_word_embeddings": True},
+        **DELTA,
+        linear_by_kind=True,
+    ),
+    "qwen3_5_moe_text": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {"family": "qwen3_5_moe_text", "qkv_bias": False, "qk_norm": True, "shared_expert_intermediate_size": 8},
+        **DELTA,
+        linear_by_kind=True,
+    ),
+    "mixed": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "moe_layers": (1, 3), "num_key_value_heads": 8}
+    ),
+}
+# uneven pipelines of four layers, in all notations
+PIPELINES = [
+    {},
+    {"pipeline_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+    {
+        "pipeline_model_parallel_size": 3,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
+    {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_layers": (0, 2, 1, 1)},
+]
+
+
+def random_layouts(seed: int, count: int) -> list[tuple[ModelSpec, TrainLayout]]:
+    """Legal layouts of random models, at most 24 ranks."""
+    rng, found = random.Random(seed), []
+    while len(found) < count:
+        model = rng.choice(list(MODELS.values()))
+        tp, cp, ep, etp = (
+            rng.choice([1, 2, 4, 8]),
+            rng.choice([1, 1, 2]),
+            rng.choice([1, 2, 4, 8]),
+            rng.choice([1, 2, 3]),
+        )
+        pipeline = rng.choice(PIPELINES)
+        degrees = {
+            "tensor_model_parallel_size": tp,
+            "context_parallel_size": cp,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
+            **pipeline,
+            "world_size": rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 24]),
+        }
+        if not check_train_layout(degrees, model):
+            found.append((model, TrainLayout.build(degrees, model)))
+    return found
+
+
+def tagged(model: ModelSpec) -> dict[str, np.ndarray]:
+    """A checkpoint in which every element is a number of its own, so that no mistake can cancel out;
+    0 is kept for padding.
+    """
+    arrays, next_tag = {}, 1
+    for t in tensor_specs(model):
+        arrays[t.name] = np.arange(next_tag, next_tag + t.numel).reshape(t.shape)
+        next_tag += t.numel
+    return arrays
+
+
+def assembled(shard: Shard, hf: dict[str, np.ndarray]) -> np.ndarray:
+    local = np.zeros(shard.local_shape, dtype=np.int64)
+    for piece in shard.pieces:
+        local[piece.local_box.slices] = hf[piece.hf_name][piece.hf_box.slices]
+    return local
+
 
 _QWEN3_MOE = {
     "family": "qwen3_moe", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from reshard_cases import assembled, random_layouts, tagged
 from safetensors.torch import save_file
 from seldom import seldom
-from test_reshard_source import assembled, random_layouts, tagged
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.manifest import (

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from reshard_cases import assembled, random_layouts, tagged
 from safetensors.torch import save_file
 from seldom import seldom
 from test_checkpoints import CONFIG, FACTS, a_checkpoint, a_manifest, flip_a_byte
-from test_reshard_source import assembled, random_layouts, tagged
 
 from mrl.checkpoint.manifest import (
     MASTER,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_reshard_source import MODELS
+from reshard_cases import MODELS
 
 from mrl.errors import ConfigError
 from mrl.model import FAMILIES, ModelSpec, forward_flops_per_token, parameter_count, tensor_specs
