@@ -1,5 +1,5 @@
-"""The plan as an object: stable, small, quick, near its bound, refused when it cannot be. Its worked example is what the
-planner makes of it, and transports are checked before a run.
+"""The plan as an object: stable, small, quick, near its bound, refused when it cannot be. Its worked example is what
+the planner makes of it, and transports are checked before a run.
 """
 
 import json
