@@ -14,9 +14,11 @@ from mrl.config.load import load_config
 from mrl.config.rule_row import RuleRow
 from mrl.config.rules import RULES, check, notes, violations, with_rules
 from mrl.config.run_rules import PATH_RULES
+from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import schema_keys, schema_paths
 from mrl.errors import LONGEST, ConfigError, InvalidConfig, Violation
-from mrl.model import ModelSpec
+from mrl.model import ModelSpec, model_spec
+from mrl.model.registry import known_hf_config
 from mrl.model.rotation import Dynamic, LongRope, Rotation, Yarn
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -738,3 +740,66 @@ def test_a_violation_and_what_is_printed_before_it_have_at_most_300_characters(r
     assert len(f"  not applicable: {text}") <= 300 and text.endswith(ends) and rule[:16] in text
     monkeypatch.setenv("MRL_VERBOSE", "1")
     assert len(str(violation)) > 1000 and violation.to_json()["why"] == why
+
+
+# ---------------------------------------------------------------- generation ahead of training
+
+
+SEPARATE = "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml"
+QWEN3_30B = model_spec(known_hf_config("Qwen3-30B-A3B"))
+BOUNDED = ["trainer.schedule=bounded", "trainer.max_staleness=2"]
+PARTIAL = [*BOUNDED, "trainer.partial_rollouts=true"]
+REFUSED_AHEAD = {
+    ("trainer.schedule=one_step_off", "cluster.placement=colocated"): ("trainer.schedule", "take turns"),
+    ("trainer.max_staleness=2",): ("trainer.max_staleness", "must be 0 with schedule: sync"),
+    ("trainer.schedule=one_step_off", "trainer.partial_rollouts=true"): ("trainer.partial_rollouts", "key of bounded"),
+    ("trainer.schedule=bounded", "trainer.partial_rollouts=true"): ("trainer.partial_rollouts", "needs max_staleness"),
+    (*BOUNDED, "algorithm.anchor=rollout"): ("algorithm.anchor", "must be recompute"),
+    (*PARTIAL, "trainer.segment_tokens=100000"): ("trainer.segment_tokens", "must be less than"),
+    (*BOUNDED, "trainer.segment_tokens=100"): ("trainer.segment_tokens", "needs partial_rollouts"),
+    (*BOUNDED, "data.gen_batch_size=512", "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.on_exhausted=error"): (
+        "data.gen_batch_size", "must be left out"),
+    (*BOUNDED, "algorithm.anchor=on_policy"): ("algorithm.anchor", "must be recompute"),
+    (*PARTIAL, "trainer.order=ready_first", "actor.router_replay=R3"): ("actor.router_replay", "must not be R3"),
+    (*BOUNDED, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.on_exhausted=partial",
+     "algorithm.filter_groups.max_num_gen_batches=5"): ("algorithm.filter_groups.on_exhausted", "must be error"),
+}  # fmt: skip
+
+
+def resolved_ahead(overrides):
+    return load_config(SEPARATE, None, list(overrides))
+
+
+@pytest.mark.parametrize("overrides", REFUSED_AHEAD, ids=" ".join)
+def test_what_cannot_be_together_is_refused(overrides):
+    field, said = REFUSED_AHEAD[overrides]
+    found = [v for v in violations(resolved_ahead(overrides), QWEN3_30B) if v.field == field]
+    assert len(found) == 1 and said in f"{found[0].rule}; {found[0].why}"
+
+
+@pytest.mark.parametrize("overrides", [["trainer.schedule=one_step_off"], BOUNDED, PARTIAL])
+def test_what_runs_is_legal_and_its_bound_is_said(overrides):
+    config = resolved_ahead(overrides)
+    assert [v for v in violations(config, QWEN3_30B) if v.field.startswith("trainer.")] == []
+    staleness = 1 if "one_step_off" in overrides[0] else 2
+    assert any(f"no token is older than {staleness} updates" in note for note in notes(config, QWEN3_30B))
+    assert schedule_of(config.config).max_staleness == staleness
+
+
+def test_a_segment_is_shorter_than_the_longest_response():
+    longest = resolved_ahead([]).config.data.max_response_length
+    for tokens, refused in ((longest, True), (longest - 1, False)):
+        found = violations(resolved_ahead([*PARTIAL, f"trainer.segment_tokens={tokens}"]), QWEN3_30B)
+        assert ("trainer.segment_tokens" in {v.field for v in found}) == refused
+
+
+def test_routes_of_the_engine_go_with_responses_that_end_at_a_version():
+    replayed = [*PARTIAL, "actor.router_replay=R3"]
+    assert [v for v in violations(resolved_ahead(replayed), QWEN3_30B) if v.field == "actor.router_replay"] == []
+
+
+def test_a_synchronous_run_is_at_staleness_0_and_has_no_note():
+    schedule = schedule_of(resolved_ahead([]).config)
+    assert schedule.is_synchronous and schedule.unit == 1 and schedule.step_limit is None
+    assert not any("trainer.schedule" in note for note in notes(resolved_ahead([]), QWEN3_30B))
