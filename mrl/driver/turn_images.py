@@ -22,6 +22,7 @@ from mrl.record.run_dir import RunDir
 from mrl.record.sample_files import DAMAGED, images_of_step, steps_with_responses
 
 _CLOCK = ".step"  # a file whose time is that of the disk, which is not this host's
+_ASIDE = ".unused"  # end of the name of an image that is about to be removed
 
 
 class TurnImages:
@@ -52,6 +53,7 @@ class TurnImages:
         """
         try:
             self._times.append(self._now())
+            self._put_back()
             if len(self._times) < self._times.maxlen:
                 return 0
             named = frozenset().union(self._of_data, *self._names_of_steps().values(), *self._names_of_groups())
@@ -62,6 +64,15 @@ class TurnImages:
         for name in removed:
             self._sizes.pop(name, None)
         return len(removed)
+
+    def _put_back(self) -> None:
+        """Undoes removals during which an earlier process was killed; an image may have been used at that moment."""
+        for aside in self._run.images.glob("??/.*" + _ASIDE):
+            file = aside.with_name(aside.name[1:].removesuffix(_ASIDE))
+            if file.exists():
+                aside.unlink()
+            else:
+                aside.rename(file)
 
     def _now(self) -> float:
         self._run.images.mkdir(parents=True, exist_ok=True)
@@ -100,7 +111,7 @@ def _removed(file: Path, time: float) -> bool:
     It is moved aside first: an engine may just have marked it as used (ImageReader.is_kept), and goes on with it. One
     that comes later does not find it, and stores it again.
     """
-    aside = file.with_name(f".{file.name}.unused")
+    aside = file.with_name(f".{file.name}{_ASIDE}")
     try:
         if file.stat().st_mtime >= time:
             return False

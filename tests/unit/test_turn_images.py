@@ -138,3 +138,16 @@ def test_images_count_in_the_size_of_samples_with_the_newest_step_that_has_them(
     assert keep_within(run.dir.samples, limit - 1, images.bytes_of_steps()) == [1]
     assert images.remove_unused() == 1 and run.left() == {data, both}
     assert images_of_step(run.dir.samples, 2) == {both}
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["it was gone", "it was stored again"])
+def test_a_removal_that_was_killed_half_way_is_undone(run, is_there):
+    name = run.take(0)
+    file = path_in(run.dir.images, name)
+    aside = file.with_name(f".{name}.unused")
+    file.rename(aside)
+    if is_there:
+        assert run.take(0) == name
+    images = TurnImages(run.dir.path, (), steps=1)
+    assert images.remove_unused() == 0 and run.left() == {name} and file.read_bytes() == picture(0)
+    assert images.remove_unused() == 1 and run.left() == set()
