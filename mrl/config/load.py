@@ -339,10 +339,14 @@ def _placeholder(field: FieldInfo) -> Any:
     return "-"
 
 
+def _bound_text(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
 def allowed_text(field: FieldInfo) -> str:
     """Describes what a field may be: `a number > 0`, `one of cpu, cuda, npu`, `a list, each text`."""
     bounds = [
-        f"{sign} {getattr(m, name):g}"
+        f"{sign} {_bound_text(getattr(m, name))}"
         for m in field.metadata
         for kind, (name, sign) in _BOUNDS.items()
         if isinstance(m, kind)

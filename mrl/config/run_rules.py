@@ -4,6 +4,7 @@ Files are checked only where the run is to start: a preset is legal on a machine
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -349,7 +350,9 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
     """
     for path in _PATHS[field](config):
         meant = _meant(path)
-        if _is_there(field, path) or seen not in (None, _has_folder_here(path) or meant is not None):
+        unread = _unread(path)
+        judged = _has_folder_here(path) or meant is not None or unread is not None
+        if _is_there(field, path) or seen not in (None, judged):
             continue
         named = ""
         if field.startswith("data."):
@@ -362,7 +365,18 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
             why = f"a relative path starts at the current directory, {Path.cwd()}"
         if meant is not None:
             why = f"did you mean {meant}?"
-        yield Violation(field, f"{named}{what}", why)
+        yield Violation(field, f"{named}{what}", unread or why)
+
+
+def _unread(path: str) -> str | None:
+    """Returns why what is written in place of a path is none on any host; None where it may be one."""
+    if re.search(r"\$[A-Za-z_{(]", path):
+        return (
+            "variables of a shell are not read in a file: write the path, or give it by --set, where a shell reads it"
+        )
+    if re.match(r"\s*\[\s*['\"]", path):
+        return "it is a list in quotes: leave out those around the whole"
+    return None
 
 
 def _is_there(field: str, path: str) -> bool:
@@ -409,7 +423,9 @@ def unseen_files(config: RunConfig) -> list[str]:
     if not config.data.train_files:
         lines = ["data.train_files names no file, and mrl train wants prompts"]
     lost = [(field, path) for field, path in named_paths(config) if not _is_there(field, path)]
-    unseen = [f"{field}: {path}" for field, path in lost if not (_has_folder_here(path) or _meant(path))]
+    unseen = [
+        f"{field}: {path}" for field, path in lost if not (_has_folder_here(path) or _meant(path) or _unread(path))
+    ]
     if unseen:
         lines.append(f"not looked at, as their folders are not on this host: {', '.join(unseen)}")
     return lines

@@ -91,7 +91,12 @@ class TrainerConfig(Section):
         "answered again. drop: it is discarded.",
         advice="requeue: dropping removes mostly long responses, which lowers the length metrics.",
     )
-    seed: int = key(0, "Seed of the prompts' order, of sampling and of initial states.")
+    seed: int = key(
+        0,
+        "Seed of the prompts' order, of sampling and of initial states.",
+        ge=0,
+        le=2**32 - 1,  # numpy's, which vLLM gives it to
+    )
     deterministic: bool = key(
         False,
         "Restricts ranks to deterministic kernels, so that a resumed run repeats bit by bit.",

@@ -151,9 +151,14 @@ def known_name(table: Collection[str], aliases: dict[str, str]) -> KeyRule:
 PRINTABLE = must_be(
     lambda text: text is None or text.isprintable(), "must be of printable characters", "it is shown and written down"
 )
+_LONGEST_NAME = 200  # bytes; file systems take 255, and names of files beside it have an ending
 PLAIN_NAME = must_be(
-    lambda name: name.isprintable() and not {"", ".", ".."} & set(name.split("/")),
-    "must be a name of printable characters, without a part that is empty, . or ..",
+    lambda name: (
+        name.isprintable()
+        and not {"", ".", ".."} & set(name.split("/"))
+        and all(len(os.fsencode(part)) <= _LONGEST_NAME for part in name.split("/"))
+    ),
+    f"must be a name of printable characters, with parts of at most {_LONGEST_NAME} bytes, none of them empty, . or ..",
     "a folder of this name is made below others",
 )
 

@@ -344,6 +344,12 @@ def _load_processor(folder: str) -> Any:
             f"model.path {folder}: preprocessor_config.json has do_resize: false; images are counted by the size that "
             "the processor makes of them, so take it out"
         )
+    edges = (processor.size.shortest_edge, processor.size.longest_edge)
+    if not all(isinstance(edge, int | float) and edge > 0 for edge in edges):
+        raise ConfigError(
+            f"model.path {folder}: preprocessor_config.json takes images of {edges[0]!r} to {edges[1]!r} pixels; write "
+            "numbers above 0 as its min_pixels and max_pixels, as they came with the model"
+        )
     return processor
 
 

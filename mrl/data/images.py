@@ -1,7 +1,7 @@
 """Images of rows as users have them: where one lies, what cannot be one, and its place among a prompt's words.
 
     images column   bytes, or {bytes, path} of the datasets library, or a path, or a file:// URL; paths lie in the
-                    folder of the data file
+                    folder of the data file; or the bytes in a URL, data:image/png;base64,...
     prompt          "<image>" in the text of messages, or a part {type: image} of a message's content, one an image
 
 Every fault is a BadRow with the image's number, from 1, before the row costs an engine anything. Formats are a few,
@@ -9,8 +9,10 @@ since some of PIL's readers run programs. What is read is what vLLM's server wou
 RGB, transparent pixels on white.
 """
 
+import errno
 import re
 import warnings
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -80,7 +82,7 @@ def image_bytes(entry: Any, number: int, folder: Path) -> bytes:
     if isinstance(entry, Mapping):
         entry = _of_mapping(entry, number)
     if isinstance(entry, str):
-        entry = _of_file(entry, number, folder)
+        entry = _of_text(entry, number, folder)
     if not isinstance(entry, bytes):
         raise BadRow(f"image {number} is {type(entry).__name__}: bytes, {{bytes, path}}, a path or a file URL are read")
     if len(entry) > IMAGE_BYTES:
@@ -102,11 +104,29 @@ def _of_mapping(entry: Mapping[str, Any], number: int) -> Any:
     raise BadRow(f"image {number} has neither bytes nor a path")
 
 
+def bytes_in_url(url: str) -> bytes | None:
+    """Returns the bytes that a data URL holds as base64; None for any other URL. Raises ValueError for bad base64."""
+    head, comma, data = url.partition(",")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        return None
+    return b64decode("".join(data.split()), validate=True)
+
+
+def _of_text(text: str, number: int, folder: Path) -> bytes:
+    try:
+        held = bytes_in_url(text)
+    except ValueError as error:
+        raise BadRow(f"image {number} is {text[:100]!r}, which is no base64: {error}", "base64 of an image") from None
+    return _of_file(text, number, folder) if held is None else held
+
+
 def _of_file(name: str, number: int, folder: Path) -> bytes:
     try:
         return _read_file(name, number, folder)
     except (OSError, ValueError, RuntimeError) as error:  # no URL, a loop of links, no permission, base64 text
         why = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            why = f"{why}; base64 is read behind data:image/png;base64,"
         raise BadRow(f"image {number}: {name[:100]!r} cannot be read: {why}", "file of an image") from None
 
 
@@ -116,7 +136,8 @@ def _read_file(name: str, number: int, folder: Path) -> bytes:
         parts = urlsplit(name)
         if parts.scheme.lower() != "file" or parts.netloc not in ("", "localhost"):
             raise BadRow(
-                f"image {number} is {name[:100]!r}: nothing is fetched; give bytes, a path or a file URL",
+                f"image {number} is {name[:100]!r}: nothing is fetched; give bytes, a path, or a URL that begins with "
+                "file: or data:image/png;base64,",
                 f"images from {parts.scheme}",
             )
         address = unquote(parts.path)
@@ -193,6 +214,8 @@ def _as_rgb(image: "Image") -> "Image":
 
     image.load()
     image = ImageOps.exif_transpose(image)
+    if image.mode == "RGB":  # also where one colour is marked as transparent, which vLLM leaves as it is
+        return image
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))

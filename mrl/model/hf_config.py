@@ -1,5 +1,6 @@
 """The content of a Hugging Face config.json: ModelSpec, and how the families read its fields."""
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
@@ -618,6 +619,6 @@ def refuse_unless(key: str, value: Any, supported: Any) -> None:
     """Raises ConfigError for a value in config.json that training would not compute."""
     if value != supported:
         raise ConfigError(
-            f"config.json: {key} = {value!r} is not supported (only {supported!r}): training "
+            f"config.json: {key} = {reprlib.repr(value)} is not supported (only {supported!r}): training "
             "would not compute this model"
         )

@@ -235,6 +235,8 @@ def test_numbers_inside_free_mappings_are_numbers(small):
         ("rollout.dtype=int8", "rollout.dtype = int8 (--set): must be null or one of float32, bfloat16"),
         ("cluster.device=tpu", "cluster.device = tpu (--set): must be one of cpu, cuda, npu"),
         ("trainer.deterministic=perhaps", "trainer.deterministic = perhaps (--set): must be true or false"),
+        ("trainer.seed=-5", "trainer.seed = -5 (--set): must be a whole number >= 0 and <= 4294967295"),  # of numpy
+        ("trainer.seed=4294967296", "trainer.seed = 4294967296 (--set): must be a whole number >= 0 and <= 4294967295"),
         ("trainer.experiment_name=123", "trainer.experiment_name = 123 (--set): must be text; put it in quotes"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas = [0.9] (--set): must be a list of 2, each a number"),
         (

@@ -76,6 +76,22 @@ def test_a_file_is_missed_where_its_folder_is_here_and_said_where_it_is_not(fold
     assert "data.train_files: /shared/data/train.parquet" in said
 
 
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("$HOME/data/train.parquet", "variables of a shell"),
+        ("${DATA}/train.parquet", "variables of a shell"),
+        ("$(pwd)/none/train.parquet", "variables of a shell"),
+        ("\"['/a/b.parquet', '/a/c.parquet']\"", "a list in quotes"),
+    ],
+)
+def test_what_is_a_path_on_no_host_is_a_fault_as_hydra_would_read_it(folder, written, why):
+    """Lines of verl's scripts, where a shell and hydra read variables and lists (examples/grpo_trainer of 0.9.1)."""
+    resolved = config_with(f"data.train_files={written}")
+    (found,) = seen_violations(resolved, planning_model_spec(resolved.config.model.path)[0])
+    assert why in found.why and unseen_files(resolved.config) == []
+
+
 def test_a_misspelt_folder_is_a_fault_where_the_file_is_in_its_neighbour(folder, monkeypatch):
     monkeypatch.setenv(VERBOSE, "1")  # folders of tests may have long names
     Path("data/gsm8k").mkdir(parents=True)

@@ -343,6 +343,7 @@ def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
         ({"num_experts": None}, "num_experts or num_local_experts"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 24}, r", \.\.\.\] is not supported \(only None\)"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import zlib
+from base64 import b64encode
 from dataclasses import astuple
 from functools import partial
 from io import BytesIO
@@ -79,6 +80,19 @@ def test_what_is_transparent_is_white():
     assert (found[:, 20:] == 255).all()
 
 
+@pytest.mark.parametrize(
+    ("mode", "transparent"),
+    [("RGB", (0, 0, 0)), ("L", 0), ("P", 3), ("P", bytes(range(0, 256, 4))), ("1", 0), ("LA", None), ("RGBA", None)],
+)
+def test_transparency_is_read_as_vllms_server_reads_it(mode, transparent):
+    """vllm.multimodal.media.image.ImageMediaIO of 0.32, of the same bytes: a colour of an RGB image stays as it is."""
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 2, (30, 40, 4), np.uint8) * 255, "RGBA").convert(mode)
+    data = encoded(image, **({} if transparent is None else {"transparency": transparent}))
+    assert np.array_equal(np.asarray(open_image(data, 1, MOST)), np.asarray(ImageMediaIO().load_bytes(data).media))
+
+
 def test_a_photograph_taken_sideways_stands_upright():
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
@@ -140,6 +154,7 @@ def test_an_image_is_bytes_or_of_the_datasets_library_or_a_file(tmp_path):
         str(of_file),
         f"file://{tmp_path}/pictures/a%20b.png",
         {"image": f"file://localhost{tmp_path}/pictures/a%20b.png"},
+        {"image": f"data:image/png;base64,{b64encode(data).decode()}"},  # as qwen_vl_utils.fetch_image, which verl asks
     ):
         assert image_bytes(entry, 1, tmp_path) == data, entry
 
@@ -155,10 +170,11 @@ def test_an_image_is_bytes_or_of_the_datasets_library_or_a_file(tmp_path):
         ("https://example.org/a.png", "nothing is fetched"),
         ("HTTP://example.org/a.png", "nothing is fetched"),
         ("s3://bucket/a.png", "nothing is fetched"),
-        ("data:image/png;base64,AAAA", "nothing is fetched"),
+        ("data:image/png;base64,AAA", "is no base64"),
+        ("data:image/png,AAAA", "nothing is fetched"),
         ("file://host/a.png", "nothing is fetched"),
         ("missing.png", "is no file"),
-        ("iVBORw0KGgo" * 30, "cannot be read: File name too long"),
+        ("iVBORw0KGgo" * 30, "cannot be read: File name too long; base64 is read behind data:image/png;base64,"),
         ("http://[x", "cannot be read: Invalid IPv6 URL"),
         ("file://[", "cannot be read: Invalid IPv6 URL"),
         ("\ud800.png", "cannot be read: 'utf-8' codec can't encode"),
@@ -422,6 +438,25 @@ def test_a_processor_that_keeps_sizes_is_refused_as_tokens_are_counted_by_new_on
     settings = json.loads((Path(model) / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"do_resize": False}))
     with pytest.raises(ConfigError, match="do_resize: false"):
+        ImageReader(CONFIG, str(tmp_path), tmp_path / "store", MOST)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"size": {"min_pixels": 3136, "max_pixels": 50176}},
+        {"size": {"shortest_edge": 3136}},
+        {"size": {"height": 280, "width": 280}},
+        {"max_pixels": "12845056"},
+        {"max_pixels": 0},
+    ],
+)
+def test_a_processor_without_limits_of_pixels_is_refused_as_transformers_refuses_each_image(model, tmp_path, given):
+    """Qwen2VLImageProcessorPil of transformers 5.19 raises at its first image."""
+    settings = json.loads((Path(model) / "preprocessor_config.json").read_text())
+    settings = {key: value for key, value in settings.items() if key != "size"} | given
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="write numbers above 0 as its min_pixels and max_pixels"):
         ImageReader(CONFIG, str(tmp_path), tmp_path / "store", MOST)
 
 

@@ -210,9 +210,9 @@ def test_every_start_gets_the_arguments_of_the_command(monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(supervisor, "supervise", lambda *arguments: given.append(arguments) or 0)
     preset = "parallel_configs/tiny-moe/cpu.yaml"
-    more = ["--recipe", "grpo", "--set", "trainer.seed=-1", "--set", "rollout.n=4", "--run-dir", str(tmp_path)]
+    more = ["--recipe", "grpo", "--set", "trainer.save_freq=-1", "--set", "rollout.n=4", "--run-dir", str(tmp_path)]
     main(["train", preset, *more, "--resume", "--restarts", "3"])
     ((arguments, folder, restarts),) = given
     assert (folder, restarts) == (tmp_path, 3)
-    sets = ["--set=trainer.seed=-1", "--set=rollout.n=4"]
+    sets = ["--set=trainer.save_freq=-1", "--set=rollout.n=4"]
     assert arguments == [preset, "--recipe=grpo", f"--run-dir={tmp_path}", *sets, "--resume"]
