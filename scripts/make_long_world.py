@@ -7,26 +7,17 @@ The task is to count: to `137>` the answer is `137 138 139 ...`, eighty numbers 
 show, such as the spread of sequence ratios and over-long responses, shows here. The reward is graded
 (counting_reward.py): a model that is unsure of each character never gets three hundred of them right at once. The same
 seed gives the same files on the same machine. One JSON line at the end says what was made.
-
-    python scripts/make_long_world.py --heavy-tailed --out tailed-world --seed 0
-
-makes another task of it: to `137-149>` the answer is the thirteen numbers from 137 to 149. How many is drawn from
-the lognormal that fits the lengths of a published run, so that the longest of a batch are several times the mean.
 """
 
-import math
 import random
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from counting_reward import compute_score
-from make_tiny_world import main, make_model, make_tokenizer, save_model
+from make_tiny_world import counts, data_row, main, make_model, make_tokenizer, save_model, write_data
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 DATA_SOURCE = "tiny/counting"
@@ -34,9 +25,6 @@ NUMBERS = 80  # in an answer
 FIRST, LAST = 100, 919  # starts; all numbers have three digits
 HELD_OUT = 128  # starts
 POSITIONS = 512
-# of the numbers that a heavy-tailed task asks for, over NUMBERS: fitted to mean 7,385, longest 20,480, 3.9 % clipped
-TAIL_MU, TAIL_SIGMA = -1.2208, 0.6927
-LEAST = 2
 MAX_RESPONSE = 384  # tokens; a right answer has 80 x 4 = 320 with its end
 
 
@@ -52,37 +40,16 @@ class Counting:
     batch: int = 12  # answers per optimizer step
     lr: float = 2e-3
     label_smoothing: float = 0.01
-    heavy_tailed: bool = False
 
 
-TAILED = Counting(steps=400, heavy_tailed=True)  # where to stop is one more thing to learn
+def question(start: int) -> str:
+    """Asks for the numbers from `start` on."""
+    return f"{start}>"
 
 
-def answer(start: int, numbers: int = NUMBERS) -> str:
-    """So many numbers from `start` on."""
-    return " ".join(str(number) for number in range(start, start + numbers))
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is asked of each start: the first as many numbers, or a number of its own of them."""
-
-    heavy_tailed: bool = False
-
-    def numbers(self, start: int) -> int:
-        """In the answer. Of a heavy tail always the same for a start, and NUMBERS at most."""
-        if not self.heavy_tailed:
-            return NUMBERS
-        drawn = random.Random(f"numbers of {start}").gauss(TAIL_MU, TAIL_SIGMA)
-        return max(LEAST, min(NUMBERS, round(NUMBERS * math.exp(drawn))))
-
-    def question(self, start: int) -> str:
-        """All of one length."""
-        return f"{start}-{start + self.numbers(start) - 1}>" if self.heavy_tailed else f"{start}>"
-
-    def answer(self, start: int) -> str:
-        """The right one."""
-        return answer(start, self.numbers(start))
+def answer(start: int) -> str:
+    """The right one."""
+    return " ".join(str(number) for number in range(start, start + NUMBERS))
 
 
 def split_starts(seed: int) -> tuple[list[int], list[int]]:
@@ -92,9 +59,9 @@ def split_starts(seed: int) -> tuple[list[int], list[int]]:
     return starts[HELD_OUT:], starts[:HELD_OUT]
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, start: int, task: Task = Task()) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, start: int) -> list[int]:
     """The question as the chat template renders it."""
-    messages = [{"role": "user", "content": task.question(start)}]
+    messages = [{"role": "user", "content": question(start)}]
     return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))["input_ids"]
 
 
@@ -104,18 +71,15 @@ def warm_up(
     starts: list[int],
     plan: Counting,
     seed: int,
-    task: Task = Task(),
 ) -> None:
-    """Trains `model` in place on the cross entropy of the answers; all questions have the same length."""
+    """Trains `model` in place on the cross entropy of the answers; all questions and answers have the same length."""
     picker, optimizer = random.Random(seed), torch.optim.AdamW(model.parameters(), lr=plan.lr)
-    prompt = len(prompt_ids(tokenizer, FIRST, task))
+    prompt = len(prompt_ids(tokenizer, FIRST))
     for step in range(1, plan.steps + 1):
         picked = picker.sample(starts, plan.batch)
-        answers = [[*tokenizer(task.answer(s))["input_ids"], tokenizer.eos_token_id] for s in picked]
-        width = max(map(len, answers))
-        labels = torch.tensor([ids + [-100] * (width - len(ids)) for ids in answers])
-        prompts = torch.tensor([prompt_ids(tokenizer, s, task) for s in picked])
-        ids = torch.cat([prompts, labels.clamp(min=0)], 1)
+        labels = torch.tensor([[*tokenizer(answer(s))["input_ids"], tokenizer.eos_token_id] for s in picked])
+        prompts = torch.tensor([prompt_ids(tokenizer, s) for s in picked])
+        ids = torch.cat([prompts, labels], 1)
         logits = model(ids).logits[:, prompt - 1 : -1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), label_smoothing=plan.label_smoothing
@@ -134,12 +98,11 @@ def sample(
     starts: list[int],
     generator: torch.Generator,
     tokens: int = MAX_RESPONSE,
-    task: Task = Task(),
 ) -> list[list[int]]:
     """Token ids of one response to each start, sampled at temperature 1;
     with its end where it has one within `tokens`.
     """
-    step, cache, drawn = torch.tensor([prompt_ids(tokenizer, s, task) for s in starts]), None, []
+    step, cache, drawn = torch.tensor([prompt_ids(tokenizer, s) for s in starts]), None, []
     for _ in range(tokens):
         out = model(step, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
@@ -149,45 +112,29 @@ def sample(
     return [row[: row.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in row else row for row in rows]
 
 
-def data_rows(starts: list[int], split: str, task: Task = Task()) -> list[dict[str, Any]]:
-    """Rows in verl's schema."""
+def data_rows(starts: list[int], split: str) -> list[dict[str, Any]]:
+    """Rows of the starts."""
     return [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": task.question(start)}],
-            "ability": "counting",
-            "reward_model": {"style": "rule", "ground_truth": task.answer(start)},
-            "extra_info": {"index": i, "split": split},
-        }
+        data_row(DATA_SOURCE, question(start), "counting", answer(start), index=i, split=split)
         for i, start in enumerate(starts)
     ]
 
 
 def build(out: Path, seed: int, plan: Counting) -> dict[str, Any]:
-    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
-    start, task = time.monotonic(), Task(plan.heavy_tailed)
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says of it."""
     train, held_out = split_starts(seed)
     tokenizer, model = make_tokenizer(POSITIONS), make_model(seed, POSITIONS)
-    warm_up(model, tokenizer, train, plan, seed, task)
-    drawn = sample(model, tokenizer, held_out[:32], torch.Generator().manual_seed(seed + 1), task=task)
+    warm_up(model, tokenizer, train, plan, seed)
+    drawn = sample(model, tokenizer, held_out[:32], torch.Generator().manual_seed(seed + 1))
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
-    scores = [compute_score(DATA_SOURCE, text, task.answer(s)) for text, s in zip(texts, held_out, strict=False)]
+    scores = [compute_score(DATA_SOURCE, text, answer(s)) for text, s in zip(texts, held_out, strict=False)]
     save_model(model, tokenizer, out / "model")
-    (out / "data").mkdir()
-    for name, starts in (("train", train), ("val", held_out)):
-        pq.write_table(pa.Table.from_pylist(data_rows(starts, name, task)), out / "data" / f"{name}.parquet")
+    write_data(out, {"train": data_rows(train, "train"), "val": data_rows(held_out, "val")})
     return {
-        "seed": seed,
         "sampled_score": round(sum(scores) / len(scores), 4),
         "sampled_length": sum(map(len, drawn)) / len(drawn),
-        "train_prompts": len(train),
-        "val_prompts": len(held_out),
-        "warm_up": asdict(plan),
-        "seconds": round(time.monotonic() - start, 1),
-    }
+    } | counts(model, train, held_out)
 
 
 if __name__ == "__main__":
-    if tailed := "--heavy-tailed" in sys.argv:
-        sys.argv.remove("--heavy-tailed")
-    main(__doc__, "tailed-world" if tailed else "long-world", TAILED if tailed else Counting(), build)
+    main(__doc__, "long-world", Counting(), build)

@@ -14,20 +14,16 @@ Controls: `shuffled.parquet` has other repositories' tests, and `random_reward.p
 repositories by their own tests.
 """
 
-import os
 import random
 import shutil
 import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from make_tiny_world import main, make_model
-from make_tool_world import Answers, Calling, Row, fit, make_tokenizer, write_model
+from make_tiny_world import counts, data_row, main, make_model, write_data
+from make_tool_world import Answers, Calling, Row, fit, make_tokenizer, one_rank_options, write_model
 from transformers import PreTrainedTokenizerFast
 
 DATA_SOURCE = "tiny/repairs"
@@ -157,7 +153,7 @@ def warm_up(model: Any, tokenizer: PreTrainedTokenizerFast, repairs: list[Repair
 
 
 def data_rows(repairs: list[Repair], split: str, tests_of: list[int] | None = None) -> list[dict[str, Any]]:
-    """Rows in verl's schema. `tests_of`: for each repository, whose tests judge it; by default its own."""
+    """Rows of the repositories. `tests_of`: for each, whose tests judge it; by default its own."""
     rows = []
     for number, (word, sign, name) in enumerate(repairs):
         other = number if tests_of is None else tests_of[number]
@@ -165,39 +161,17 @@ def data_rows(repairs: list[Repair], split: str, tests_of: list[int] | None = No
             "folder": f"/repositories/{split}/{number}",
             "test": f"sh /repositories/{split}/{other}/tests/check {name}",
         }
-        rows.append(
-            {
-                "data_source": DATA_SOURCE,
-                "prompt": [{"role": "user", "content": f"{word} {sign} {name}"}],
-                "ability": "code",
-                "reward_model": {"style": "rule", "ground_truth": SIGNS[word]},
-                "extra_info": {"index": number, "split": split, "task": task},
-            }
-        )
+        extra = {"index": number, "split": split, "task": task}
+        rows.append(data_row(DATA_SOURCE, f"{word} {sign} {name}", "code", SIGNS[word], **extra))
     return rows
 
 
 def options(out: Path) -> dict[str, Any]:
     """What a run of the preset of the tool world has instead of its own, with the world at `out`."""
-    near = os.path.relpath(out)
-    return {
-        "model.path": f"{near}/model",
-        "cluster.n_gpus_per_node": 2,
-        "actor.layout.world_size": 1,
-        "actor.layout.tensor_model_parallel_size": 1,
-        "actor.layout.expert_model_parallel_size": 1,
-        "actor.layout.sequence_parallel": "false",
-        "data.train_files": f"{near}/data/train.parquet",
-        "data.val_files": f"{near}/data/val.parquet",
-        "actor.optim.lr": 1e-4,
-        "actor.ppo_mini_batch_size": 2,  # four updates a step
-        # Nothing but this holds the form of calls where the reward is drawn: without it 60 steps unlearn it.
-        "algorithm.use_kl_loss": "true",
-        "algorithm.kl_loss_coef": 0.2,
-        "data.train_batch_size": 8,
+    return one_rank_options(out) | {
+        "algorithm.kl_loss_coef": 0.2,  # without a KL term a drawn reward unlearns the form of calls in 60 steps
         "data.max_prompt_length": 24,
         "data.max_response_length": 64,
-        "rollout.turns.tools": "[]",
         "rollout.turns.environments": "[repository]",
         "rollout.turns.max_turns": 3,
         "rollout.turns.max_answer_characters": 30,
@@ -207,20 +181,12 @@ def options(out: Path) -> dict[str, Any]:
         "rollout.turns.sandbox.image": f"{out.resolve()}/image",
         "rollout.turns.sandbox.max_disk_mib": 8,
         "rollout.turns.sandbox.max_test_seconds": 10,
-        "reward.custom_reward_function": "null",
-        "reward.function": "environment",
         "trainer.experiment_name": "repair-moe",
     }
 
 
-def write_options(work: Path, out: Path) -> None:
-    """Writes them into the folder `work`, which will stand at `out`."""
-    (work / "options").write_text("".join(f"--set {name}={value}\n" for name, value in options(out).items()))
-
-
 def build(out: Path, seed: int, plan: Calling) -> dict[str, Any]:
-    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
-    start = time.monotonic()
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says of it."""
     train, held_out = split_repairs(seed)
     tokenizer = make_tokenizer(WORDS, POSITIONS)
     model = make_model(seed, POSITIONS, hidden=64, layers=2, experts=4)  # sandboxes take most of a step as it is
@@ -231,24 +197,15 @@ def build(out: Path, seed: int, plan: Calling) -> dict[str, Any]:
     for split, repairs in (("train", train), ("val", held_out)):
         for number, repair in enumerate(repairs):
             write_repository(image / "repositories" / split / str(number), repair)
-    (out / "data").mkdir()
     of_files = {
         "train": data_rows(train, "train"),
         "shuffled": data_rows(train, "train", others_tests(train, seed + 1)),
         "val": data_rows(held_out, "val"),
     }
-    for name, rows in of_files.items():
-        pq.write_table(pa.Table.from_pylist(rows), out / "data" / f"{name}.parquet")
+    write_data(out, of_files)
     (out / "random_reward.py").write_text(RANDOM_REWARD)
-    return {
-        "seed": seed,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "train_prompts": len(train),
-        "val_prompts": len(held_out),
-        "warm_up": asdict(plan),
-        "seconds": round(time.monotonic() - start, 1),
-    }
+    return counts(model, train, held_out)
 
 
 if __name__ == "__main__":
-    main(__doc__, "repair-world", Repairing(), build, write_options)
+    main(__doc__, "repair-world", Repairing(), build, options)

@@ -18,7 +18,7 @@ import shutil
 import string
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 DATA_SOURCE = "tiny/addition"
 NUMBERS = 50  # both terms are below this
@@ -78,11 +78,13 @@ class Problem:
         return str(self.left + self.right)
 
 
-def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
-    """One token a character over printable ASCII, role markers,
+def make_tokenizer(
+    positions: int = POSITIONS, more: Sequence[str] = (), template: str = CHAT_TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """One token a character over printable ASCII, role markers, `more` special tokens,
     and reserved words that fill the vocabulary to its padded size.
     """
-    words = [*SPECIAL, *string.printable[:95], "\n"]
+    words = [*SPECIAL, *more, *string.printable[:95], "\n"]
     words += [f"<reserved_{i}>" for i in range(VOCAB_SIZE - len(words))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -92,11 +94,11 @@ def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=["<system>", "<user>", "<assistant>"],
+        additional_special_tokens=["<system>", "<user>", "<assistant>", *more],
         clean_up_tokenization_spaces=False,
         model_max_length=positions,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -220,18 +222,27 @@ def warm_up(model: Qwen3MoeForCausalLM, task: Task, problems: list[Problem], pla
             print(f"warm-up step {step} of {plan.steps}: loss {loss.item():.3f}", file=sys.stderr, flush=True)
 
 
+def data_row(source: str, content: str, ability: str, truth: str, **extra: Any) -> dict[str, Any]:
+    """A row in verl's schema."""
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": content}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": extra,
+    }
+
+
 def data_rows(problems: list[Problem], split: str) -> list[dict[str, Any]]:
-    """Rows in verl's schema."""
-    return [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": p.question}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": p.answer},
-            "extra_info": {"index": i, "split": split},
-        }
-        for i, p in enumerate(problems)
-    ]
+    """Rows of the problems."""
+    return [data_row(DATA_SOURCE, p.question, "math", p.answer, index=i, split=split) for i, p in enumerate(problems)]
+
+
+def write_data(out: Path, rows: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Writes data/NAME.parquet for each name."""
+    (out / "data").mkdir(parents=True)
+    for name, of_file in rows.items():
+        pq.write_table(pa.Table.from_pylist(of_file), out / "data" / f"{name}.parquet")
 
 
 def save_model(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
@@ -246,8 +257,7 @@ def save_model(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, p
 
 
 def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
-    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
-    start = time.monotonic()
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says of it."""
     train, held_out = split_problems(seed)
     tokenizer, model = make_tokenizer(), make_model(seed)
     task = Task(tokenizer)
@@ -259,17 +269,16 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
             f"the warm start answers {match:.3f} of the held-out problems and not {wanted}; try another --seed"
         )
     save_model(model, tokenizer, out / "model")
-    (out / "data").mkdir()
-    for name, problems in (("train", train), ("val", held_out)):
-        pq.write_table(pa.Table.from_pylist(data_rows(problems, name)), out / "data" / f"{name}.parquet")
+    write_data(out, {"train": data_rows(train, "train"), "val": data_rows(held_out, "val")})
+    return {"sampled_exact_match": round(match, 4)} | counts(model, train, held_out)
+
+
+def counts(model: PreTrainedModel, train: Sequence[Any], held_out: Sequence[Any]) -> dict[str, Any]:
+    """What the JSON line says of every world."""
     return {
-        "seed": seed,
-        "sampled_exact_match": round(match, 4),
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_prompts": len(train),
         "val_prompts": len(held_out),
-        "warm_up": asdict(plan),
-        "seconds": round(time.monotonic() - start, 1),
     }
 
 
@@ -298,11 +307,11 @@ def make(
     force: bool,
     plan: Any,
     build: Callable[[Path, int, Any], dict[str, Any]] = build,
-    place: Callable[[Path, Path], None] = lambda work, out: None,
+    options: Callable[[Path], Mapping[str, Any]] = lambda out: {},
 ) -> dict[str, Any]:
     """Builds next to `out` and renames, so that a folder at `out` is always whole. `plan` is what `build` takes.
 
-    `place` writes into the folder that was built what names the one at which it will stand.
+    `options`: what a run in the world at `out` sets, which is written into its file `options`.
     """
     world = existing(out, seed, force)
     if world is not None:
@@ -311,8 +320,11 @@ def make(
     work = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         work.mkdir()
-        world = build(work, seed, plan)
-        place(work, out)
+        start = time.monotonic()
+        world = {"seed": seed} | build(work, seed, plan) | {"warm_up": asdict(plan)}
+        world["seconds"] = round(time.monotonic() - start, 1)
+        if settings := options(out):
+            (work / "options").write_text("".join(f"--set {name}={value}\n" for name, value in settings.items()))
         (work / MARKER).write_text(json.dumps(world) + "\n")
         if out.exists():
             shutil.rmtree(out)
@@ -327,7 +339,7 @@ def main(
     out: str,
     plan: Any,
     build: Callable[[Path, int, Any], dict[str, Any]],
-    place: Callable[[Path, Path], None] = lambda work, out: None,
+    options: Callable[[Path], Mapping[str, Any]] = lambda out: {},
 ) -> None:
     """The command of a script that makes a world, by default at `out`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
@@ -336,7 +348,7 @@ def main(
     parser.add_argument("--force", action="store_true", help="rebuild a world that stands at --out")
     args = parser.parse_args()
     torch.set_num_threads(2)  # whatever the environment says: sums depend on it
-    print(json.dumps({"out": str(args.out), **make(args.out, args.seed, args.force, plan, build, place)}))
+    print(json.dumps({"out": str(args.out), **make(args.out, args.seed, args.force, plan, build, options)}))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ repeat what it says. So it calls now and then, and reinforcement has to find out
 The same seed gives the same files on the same machine. One JSON line at the end says what was made.
 """
 
+import os
 import random
 import string
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-from make_tiny_world import main, make_model, save_model
+from make_tiny_world import counts, data_row, main, make_model, save_model, write_data
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
@@ -200,15 +198,9 @@ def fit(model: Qwen3MoeForCausalLM, rows: Callable[[], list[Row]], pad: int, pla
 
 
 def data_rows(products: list[Product], split: str) -> list[dict[str, Any]]:
-    """Rows in verl's schema."""
+    """Rows of the products."""
     return [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": f"{p.left}*{p.right}="}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": p.answer},
-            "extra_info": {"index": i, "split": split},
-        }
+        data_row(DATA_SOURCE, f"{p.left}*{p.right}=", "math", p.answer, index=i, split=split)
         for i, p in enumerate(products)
     ]
 
@@ -219,25 +211,40 @@ def write_model(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, 
     save_model(model, tokenizer, path)
 
 
+def one_rank_options(out: Path) -> dict[str, Any]:
+    """What a run of this world's preset sets with another world at `out`, whose environment rewards: one small rank,
+    four updates a step.
+    """
+    near = os.path.relpath(out)
+    return {
+        "model.path": f"{near}/model",
+        "cluster.n_gpus_per_node": 2,
+        "actor.layout.world_size": 1,
+        "actor.layout.tensor_model_parallel_size": 1,
+        "actor.layout.expert_model_parallel_size": 1,
+        "actor.layout.sequence_parallel": "false",
+        "actor.optim.lr": 1e-4,
+        "actor.ppo_mini_batch_size": 2,
+        # nothing but this holds the form of calls where rewards are drawn
+        "algorithm.use_kl_loss": "true",
+        "data.train_files": f"{near}/data/train.parquet",
+        "data.val_files": f"{near}/data/val.parquet",
+        "data.train_batch_size": 8,
+        "rollout.turns.tools": "[]",
+        "reward.custom_reward_function": "null",
+        "reward.function": "environment",
+    }
+
+
 def build(out: Path, seed: int, plan: Calling) -> dict[str, Any]:
-    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
-    start = time.monotonic()
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says of it."""
     train, held_out = split_products(seed)
     tokenizer, model = make_tokenizer(), make_model(seed, POSITIONS)
     warm_up(model, Answers(tokenizer), train, plan, seed)
     write_model(model, tokenizer, out / "model")
-    (out / "data").mkdir()
-    for name, products in (("train", train), ("val", held_out)):
-        pq.write_table(pa.Table.from_pylist(data_rows(products, name)), out / "data" / f"{name}.parquet")
+    write_data(out, {"train": data_rows(train, "train"), "val": data_rows(held_out, "val")})
     (out / "reward.py").write_text(REWARD)
-    return {
-        "seed": seed,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "train_prompts": len(train),
-        "val_prompts": len(held_out),
-        "warm_up": asdict(plan),
-        "seconds": round(time.monotonic() - start, 1),
-    }
+    return counts(model, train, held_out)
 
 
 if __name__ == "__main__":

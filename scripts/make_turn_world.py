@@ -15,15 +15,12 @@ and the part `right` is the share of right picks.
 
 import os
 import random
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from make_tiny_world import main, make_model
-from make_tool_world import CONTEXT, Answers, Calling, Row, fit, make_tokenizer, write_model
+from make_tiny_world import counts, data_row, main, make_model, write_data
+from make_tool_world import CONTEXT, Answers, Calling, Row, fit, make_tokenizer, one_rank_options, write_model
 from transformers import PreTrainedTokenizerFast
 
 DATA_SOURCE = "tiny/turns"
@@ -123,46 +120,23 @@ def warm_up(model: Any, tokenizer: PreTrainedTokenizerFast, plan: Calling, seed:
 
 
 def data_rows(rows: list[list[str]], split: str) -> list[dict[str, Any]]:
-    """Rows in verl's schema."""
+    """Rows of the words."""
     return [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": words[0]}],
-            "ability": "turns",
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": number, "split": split, "words": " ".join(words)},
-        }
+        data_row(DATA_SOURCE, words[0], "turns", "", index=number, split=split, words=" ".join(words))
         for number, words in enumerate(rows)
     ]
 
 
 def options(out: Path) -> dict[str, Any]:
     """What a run of the preset of the tool world has instead of its own, with the world at `out`."""
-    near = os.path.relpath(out)
-    return {
-        "model.path": f"{near}/model",
-        "cluster.n_gpus_per_node": 2,
-        "actor.layout.world_size": 1,
-        "actor.layout.tensor_model_parallel_size": 1,
-        "actor.layout.expert_model_parallel_size": 1,
-        "actor.layout.sequence_parallel": "false",
-        "actor.optim.lr": 1e-4,
-        "actor.ppo_mini_batch_size": 2,  # four updates a step
-        # Nothing but this holds the form of calls while draws are what most of the loss is made of.
-        "algorithm.use_kl_loss": "true",
+    return one_rank_options(out) | {
         "algorithm.kl_loss_coef": 0.1,
         "algorithm.policy_loss.loss_mode": "gspo-token",
-        "data.train_files": f"{near}/data/train.parquet",
-        "data.val_files": f"{near}/data/val.parquet",
-        "data.train_batch_size": 8,
         "data.max_prompt_length": 16,
         "data.max_response_length": 112,
-        "rollout.turns.tools": "[]",
         "rollout.turns.environments": "[Picks]",
-        "rollout.turns.path": f"{near}/environment.py",
+        "rollout.turns.path": f"{os.path.relpath(out)}/environment.py",
         "rollout.turns.max_turns": TURNS + 1,
-        "reward.custom_reward_function": "null",
-        "reward.function": "environment",
         "trainer.total_training_steps": 80,
         "trainer.test_freq": 20,
         "trainer.save_freq": 40,
@@ -170,36 +144,19 @@ def options(out: Path) -> dict[str, Any]:
     }
 
 
-def write_options(work: Path, out: Path) -> None:
-    """Writes them into the folder `work`, which will stand at `out`."""
-    (work / "options").write_text("".join(f"--set {name}={value}\n" for name, value in options(out).items()))
-
-
 def build(out: Path, seed: int, plan: Calling) -> dict[str, Any]:
-    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
-    start = time.monotonic()
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says of it."""
     tokenizer = make_tokenizer(WORDS, POSITIONS)
     model = make_model(seed, POSITIONS, hidden=64, layers=2, experts=4)
     warm_up(model, tokenizer, plan, seed)
     write_model(model, tokenizer, out / "model")
     picker = random.Random(seed)
-    (out / "data").mkdir()
-    of_files = {
-        "train": [mixed(picker) for _ in range(TRAIN)],
-        "val": [drawn(tuple(SIGNS), picker) for _ in range(HELD_OUT)],
-    }
-    for split, rows in of_files.items():
-        pq.write_table(pa.Table.from_pylist(data_rows(rows, split)), out / "data" / f"{split}.parquet")
+    train = [mixed(picker) for _ in range(TRAIN)]
+    held_out = [drawn(tuple(SIGNS), picker) for _ in range(HELD_OUT)]
+    write_data(out, {"train": data_rows(train, "train"), "val": data_rows(held_out, "val")})
     (out / "environment.py").write_text(ENVIRONMENT)
-    return {
-        "seed": seed,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "train_prompts": TRAIN,
-        "val_prompts": HELD_OUT,
-        "warm_up": asdict(plan),
-        "seconds": round(time.monotonic() - start, 1),
-    }
+    return counts(model, train, held_out)
 
 
 if __name__ == "__main__":
-    main(__doc__, "turn-world", Picking(), build, write_options)
+    main(__doc__, "turn-world", Picking(), build, options)

@@ -15,21 +15,17 @@ that does not look would answer.
 """
 
 import random
-import string
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-from make_tiny_world import CHAT_TEMPLATE, main
+from make_tiny_world import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, counts, data_row, main, write_data
+from make_tiny_world import make_tokenizer as tokenizer_of_characters
 from PIL import Image, ImageDraw
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -48,9 +44,7 @@ SHAPES = "sct"  # square, circle, triangle
 QUESTION = "<image>what?"
 TRAIN, HELD_OUT = 2048, 256  # boards
 MAX_ANSWER = 4  # tokens: three letters and the end
-SPECIAL = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
 SEEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-VOCAB_SIZE = 128
 POSITIONS = 64
 _PART = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -143,23 +137,8 @@ def boards(seed: int) -> tuple[list[Board], list[Board]]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes one token a character, role markers, the tokens of images, and reserved words."""
-    words = [*SPECIAL, *SEEN, *string.printable[:95], "\n"]
-    words += [f"<reserved_{i}>" for i in range(VOCAB_SIZE - len(words))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<system>", "<user>", "<assistant>", *SEEN],
-        clean_up_tokenization_spaces=False,
-        model_max_length=POSITIONS,
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    """The tiny world's tokenizer with the tokens of images."""
+    return tokenizer_of_characters(POSITIONS, SEEN, TEMPLATE)
 
 
 def make_processor() -> Qwen2VLImageProcessorPil:
@@ -342,16 +321,10 @@ def exact_match(task: Task, chosen: list[Board], seed: int, blind: bool = False)
 
 
 def data_rows(chosen: list[Board], split: str) -> list[dict[str, Any]]:
-    """Rows in verl's schema, with images as the datasets library has them."""
+    """Rows of the boards, with images as the datasets library has them."""
     return [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": QUESTION}],
-            "images": [{"bytes": board.encoded(), "path": None}],
-            "ability": "vision",
-            "reward_model": {"style": "rule", "ground_truth": board.answer},
-            "extra_info": {"index": i, "split": split},
-        }
+        data_row(DATA_SOURCE, QUESTION, "vision", board.answer, index=i, split=split)
+        | {"images": [{"bytes": board.encoded(), "path": None}]}
         for i, board in enumerate(chosen)
     ]
 
@@ -370,19 +343,17 @@ def save(model: PreTrainedModel, task: Task, processor: Qwen2VLImageProcessorPil
     (path / "generation_config.json").unlink(missing_ok=True)
 
 
-def write_options(work: Path, out: Path) -> None:
-    """Writes the options of a run in the world that will stand at `out` into the folder `work`."""
-    files = {
+def options(out: Path) -> dict[str, Any]:
+    """What a run in the world at `out` sets."""
+    return {
         "model.path": f"{out}/model",
         "data.train_files": f"{out}/data/train.parquet",
         "data.val_files": f"[{out}/data/val.parquet,{out}/data/val_others.parquet]",
     }
-    (work / "options").write_text("".join(f"--set {name}={value}\n" for name, value in files.items()))
 
 
 def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
-    """Writes the whole world into the empty folder `out` and returns what the JSON line says."""
-    start = time.monotonic()
+    """Writes the whole world into the empty folder `out` and returns what the JSON line says of it."""
     train, held_out = boards(seed)
     processor, model = make_processor(), make_model(seed)
     task = Task(make_tokenizer(), processor, model)
@@ -395,8 +366,6 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
             f"the warm start answers {match:.3f} of the held-out boards and not {wanted}; try another --seed"
         )
     save(model, task, processor, out / "model")
-    (out / "data").mkdir()
-    (out / "random_reward.py").write_text(RANDOM_REWARD)
     train_rows = data_rows(train, "train")
     val_rows = data_rows(held_out, "val")
     files = {
@@ -405,20 +374,14 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
         "val": val_rows,
         "val_others": others_pictures(val_rows),
     }
-    for name, rows in files.items():
-        pq.write_table(pa.Table.from_pylist(rows), out / "data" / f"{name}.parquet")
+    write_data(out, files)
+    (out / "random_reward.py").write_text(RANDOM_REWARD)
     return {
-        "seed": seed,
         "sampled_exact_match": round(match, 4),
         "with_others_pictures": round(blind, 4),
-        "parameters": sum(p.numel() for p in model.parameters()),
         "of_the_tower": sum(p.numel() for p in model.model.visual.parameters()),
-        "train_prompts": len(train),
-        "val_prompts": len(held_out),
-        "warm_up": asdict(plan),
-        "seconds": round(time.monotonic() - start, 1),
-    }
+    } | counts(model, train, held_out)
 
 
 if __name__ == "__main__":
-    main(__doc__, "vision-world", WarmUp(), build, write_options)
+    main(__doc__, "vision-world", WarmUp(), build, options)

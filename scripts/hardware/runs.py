@@ -118,18 +118,14 @@ def device_count(machine: Machine) -> int:
 
 def make_world(folder: Path) -> Path:
     """The tiny world without its warm start: model, tokenizer and the sums that it learns."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     spec = importlib.util.spec_from_file_location("make_tiny_world", ROOT / "scripts" / "make_tiny_world.py")
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     train, held_out = script.split_problems(seed=0)
     world = folder / "world"
     script.save_model(script.make_model(seed=0), script.make_tokenizer(), world / "model")
-    (world / "data").mkdir(parents=True)
-    for name, problems in (("train", train[:48]), ("val", held_out[:8])):
-        pq.write_table(pa.Table.from_pylist(script.data_rows(problems, name)), world / "data" / f"{name}.parquet")
+    rows = {"train": script.data_rows(train[:48], "train"), "val": script.data_rows(held_out[:8], "val")}
+    script.write_data(world, rows)
     (world / "reward.py").write_text(_REWARD)
     return world
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from deadlines import END_S, RUN_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,9 +24,8 @@ def make_world(folder: Path, prompts: int = 48) -> Path:
     spec.loader.exec_module(script)
     train, held_out = script.split_problems(seed=0)
     script.save_model(script.make_model(seed=0), script.make_tokenizer(), folder / "model")
-    (folder / "data").mkdir(parents=True)
-    for name, problems in (("train", train[:prompts]), ("val", held_out[:16])):
-        pq.write_table(pa.Table.from_pylist(script.data_rows(problems, name)), folder / "data" / f"{name}.parquet")
+    rows = {"train": script.data_rows(train[:prompts], "train"), "val": script.data_rows(held_out[:16], "val")}
+    script.write_data(folder, rows)
     return folder
 
 

@@ -8,13 +8,11 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from mrl.config.load import load_config
-from mrl.data.batch import TrainBatch
 from mrl.record.sinks import JsonlSink
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,18 +54,6 @@ def test_held_out_starts_are_never_trained_on(long):
     assert not set(train) & set(held_out) and len(held_out) == long.HELD_OUT and len({*train, *held_out}) == 820
 
 
-def test_a_heavy_tail_asks_each_start_for_a_number_of_its_own_as_a_published_run_had_them(long):
-    """Mean 7,385 of at most 20,480 tokens, 3.9 % of them clipped: 0.361 of the longest."""
-    task, tokenizer = long.Task(heavy_tailed=True), long.make_tokenizer(long.POSITIONS)
-    numbers = np.array([task.numbers(start) for start in range(long.FIRST, long.LAST + 1)])
-    assert numbers.mean() / long.NUMBERS == pytest.approx(7385 / 20480, rel=0.06) and numbers.max() == long.NUMBERS
-    assert (numbers == long.NUMBERS).mean() == pytest.approx(0.039, abs=0.02)
-    prompts = [long.prompt_ids(tokenizer, start, task) for start in (long.FIRST, 555, long.LAST)]
-    assert len(set(map(len, prompts))) == 1 and len(prompts[0]) <= 16
-    left, right = task.question(555).removesuffix(">").split("-")
-    assert task.answer(555).split() == [str(number) for number in range(int(left), int(right) + 1)]
-
-
 def test_the_reward_counts_numbers_in_their_own_places(long):
     right = "5 6 7 8"
     given = {"5 6 7 8": 1.0, "5 6 7": 0.75, "5 7 7 8": 0.75, "6 7 8 9": 0.0, "5 6 7 8 9": 0.8, "": 0.0}
@@ -101,36 +87,14 @@ def write_run(folder, scores):
 
 
 def test_algorithms_are_compared_over_their_seeds(script, tmp_path, monkeypatch):
-    algorithms = script("evidence/learning_curves.py")
+    learning = script("evidence/learning.py")
     for seed in (0, 1):
         write_run(tmp_path / "runs" / f"gspo-{seed}", [0.2, 0.5 + 0.1 * seed])
         write_run(tmp_path / "runs" / f"control-{seed}", [0.2, 0.18])
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["algorithms.py", str(tmp_path / "runs"), "--out", str(tmp_path)])
-    algorithms.main()
+    learning.summarise("algorithms", tmp_path / "runs", tmp_path)
     found = json.loads((tmp_path / "algorithms.json").read_text())["algorithms"]
     assert found["gspo"]["gain_points"] == [30.0, 40.0] and found["control"]["gain_points"] == [-2.0, -2.0]
     assert found["gspo"]["gen_batches"] == [6.0, 6.0] and (tmp_path / "algorithms.png").stat().st_size > 1000
     write_run(tmp_path / "runs" / "control-2", [0.2, 0.3])
     with pytest.raises(SystemExit, match=r"the control moved by 10\.0 points"):
-        algorithms.main()
-
-
-def test_the_clip_fractions_are_those_of_the_losses_on_the_same_log_ratios(script):
-    """One response of four tokens, A = 1, log ratios 1, 0, 0, 0: GRPO clips one token of four;
-    its mean 1/4 clips the whole response.
-    """
-    clipping = script("evidence/clipping.py")
-    old = np.full(4, -2.0, np.float32)
-    batch = TrainBatch(
-        np.array([1]),
-        np.array([4]),
-        np.zeros(5, np.int32),
-        old,
-        np.ones(1, np.float32),
-        old_log_probs=old,
-        advantages=np.ones_like(old),
-    )
-    row = clipping.measured(1e-3, 1, batch, old + np.array([1.0, 0, 0, 0], np.float32))
-    assert (row.grpo, row.gspo, row.times) == (0.25, 1.0, 4.0)
-    assert row.token_std == pytest.approx((3 / 16) ** 0.5) and row.sequence_std == 0.0
+        learning.summarise("algorithms", tmp_path / "runs", tmp_path)

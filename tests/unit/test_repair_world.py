@@ -33,7 +33,7 @@ def script():
 def world(script, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("repair") / "world"
     tiny = importlib.import_module("make_tiny_world")
-    tiny.make(out, 0, False, script.Repairing(steps=1, batch=2), script.build, script.write_options)
+    tiny.make(out, 0, False, script.Repairing(steps=1, batch=2), script.build, script.options)
     return out
 
 
