@@ -122,7 +122,7 @@ ROWS = (
     tests("turns", "Is every token of a conversation over updates of the weights that its row names?",
           "tests/real/test_held_turns.py tests/real/test_turns.py", None),
     Row("agents", "Can agents that know nothing of mrl be trained, on the tokens that vLLM sampled?",
-        "every step an update; log-probs of engine and ranks 1e-4 apart", "scripts/evidence/agents.sh"),
+        "every step an update; log-probs of engine and ranks 1e-4 apart", "pytest tests/proofs/test_agents.py"),
     tests("safety", "Is anything unsafe read, does bad input end in one message?",
           "tests/unit/test_security.py tests/unit/test_hostile_input.py tests/unit/test_fuzz.py "
           "tests/unit/test_bad_input.py",
@@ -149,7 +149,7 @@ ROWS = (
         "verl-project/verl=CLONE"),
     Row("rehearsals", "Do all presets of that commit run in small?", "all", "scripts/evidence/rehearsals.sh"),
     Row("nodes", "Are runs over several nodes those of one?", "no bit differs; a lost node is named in 10 s",
-        "scripts/evidence/nodes.sh", machine=NODES),
+        "pytest tests/proofs/test_several_nodes.py", machine=NODES),
     Row("h100", "What ran on a device?",
         "engine and trainer 0.05 nats apart, FP8 0.2; layers 1.5 times Hugging Face's error",
         "scripts/hardware/run.sh cuda", machine=H100),

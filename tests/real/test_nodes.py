@@ -1,4 +1,4 @@
-"""The rig of several nodes on this machine (scripts/nodes), and that processes of ours meet across them by addresses,
+"""The rig of several nodes on this machine (network.py), and that processes of ours meet across them by addresses,
 not by names.
 """
 
@@ -7,12 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import network
 import pytest
 from world import ROOT
-
-sys.path.insert(0, str(ROOT / "scripts" / "nodes"))
-
-import network
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))]
 
@@ -75,15 +72,14 @@ def said(process: subprocess.Popen) -> str:
     return text.strip()
 
 
-def test_a_shaped_link_takes_its_time_and_its_counters_count(nodes):
-    """20 MiB at 100 Mbit/s take 1.68 s; headers are 66 bytes a packet, at worst of 1,500 bytes."""
+def test_counters_of_a_link_count_what_crosses_it(nodes):
+    """Headers are 66 bytes a packet, at worst of 1,500 bytes."""
     first, second = nodes.nodes
-    nodes.shape("100mbit")
     receiver = python(second, COUNT_BYTES, second.address)
-    sent, received, began = first.sent_bytes, second.received_bytes, time.monotonic()
+    sent = first.sent_bytes
+    received = second.received_bytes
     said(python(first, SEND_BYTES, second.address, str(20 * MIB)))
     assert said(receiver) == str(20 * MIB)
-    assert 1.5 < time.monotonic() - began < 10
     for crossed in (first.sent_bytes - sent, second.received_bytes - received):
         assert 20 * MIB < crossed < 1.06 * 20 * MIB
 

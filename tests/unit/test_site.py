@@ -59,13 +59,12 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in text.splitlines() if line.startswith("mrl ")]
 
 
-def test_every_page_of_the_tutorial_has_commands_and_they_run_in_its_order(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts" / "evidence")
+def test_every_page_of_the_tutorial_has_commands_and_they_run_in_its_order():
     assert set(TUTORIAL) < set(WITH_COMMANDS)
     (nav,) = [
         entry["Tutorial"] for entry in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Tutorial" in entry
     ]
-    runs = runpy.run_path(str(ROOT / "scripts/evidence/tutorial.py"))
+    runs = runpy.run_path(str(ROOT / "tests/proofs/test_tutorial.py"))
     assert [f"tutorial/{page}.md" for page in runs["PAGES"]] == leaves(nav)
     per_page = Counter(block.page for block in runs["blocks"](ROOT))
     assert per_page == {page.stem: len(BLOCK.findall(page.read_text())) for page in TUTORIAL}

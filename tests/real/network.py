@@ -2,7 +2,6 @@
 
     with network(2, folder) as net:
         net.nodes[0].run("ip", "address")
-        net.shape("400mbit")                      # what each node sends and receives, at most
         net.nodes[1].sent_bytes                   # by the interface's counter, headers included
         net.nodes[1].end()                        # a lost node: all of its processes are killed
 
@@ -23,9 +22,7 @@ from typing import Any
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
-MTU = 9000  # bytes of a packet, as networks of clusters have it; what a shaped link counts is cut into such packets
-_LATENCY = "100ms"  # that a packet may wait for a shaped link before it is dropped
-_BURST = "64kb"
+MTU = 9000  # bytes of a packet, as networks of clusters have it
 # The first process of a node takes over orphans, which bash reaps, and ends when its input does.
 _INIT = """
 set -e
@@ -42,7 +39,7 @@ _NODE = ("--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill
 
 def refusal() -> str | None:
     """Why nodes cannot be made here; None where they can."""
-    if missing := [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]:
+    if missing := [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]:
         return f"{', '.join(missing)} not found (Debian: iproute2, util-linux)"
     if os.geteuid() != 0:
         return "only root makes network namespaces"
@@ -93,10 +90,6 @@ class Node:
         (link,) = json.loads(self.run("ip", "-j", "-s", "link", "show", "dev", INTERFACE).stdout)
         return link["stats64"][way]["bytes"]
 
-    def cut(self) -> None:
-        """Takes the node's cable out: packets go nowhere, connections stay half open."""
-        self.run("ip", "link", "set", INTERFACE, "down")
-
     def end(self) -> None:
         """Kills every process of the node."""
         self.init.kill()  # which takes the first process along, and that all others
@@ -115,16 +108,6 @@ class Network:
     def own(self) -> Path:
         """A folder that every node has, each with other contents."""
         return self.folder / "own"
-
-    def shape(self, rate: str, nodes: Sequence[Node] | None = None) -> None:
-        """Limits what each node sends, and what each receives, to `rate` (of tc: 400mbit)."""
-        for node in nodes or self.nodes:
-            node.run(*_token_bucket(INTERFACE, rate))
-            self.switch.run(*_token_bucket(_port(node.number), rate))
-
-
-def _token_bucket(device: str, rate: str) -> list[str]:
-    return ["tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
 
 
 def _port(number: int) -> str:

@@ -1,4 +1,4 @@
-"""A Ray cluster over the nodes of scripts/nodes/network.py: a raylet a node, started by launch/, and mrl's commands
+"""A Ray cluster over the nodes of network.py: a raylet a node, started by launch/, and mrl's commands
 inside it.
 """
 
@@ -29,7 +29,6 @@ class RayNodes:
     arguments: Sequence[str] = ()  # of `ray start`, everywhere
     environments: dict[int, dict[str, str]] = field(default_factory=dict)  # of single nodes, beside what all have
     token: str = field(default_factory=lambda: secrets.token_hex(32))
-    code: Path = ROOT  # a checkout whose mrl is run
 
     @property
     def head(self) -> Node:
@@ -47,7 +46,7 @@ class RayNodes:
             os.environ
             | own
             | {
-                "PYTHONPATH": str(self.code),
+                "PYTHONPATH": str(ROOT),
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",
@@ -67,7 +66,7 @@ class RayNodes:
         own |= {"HOST": node.address} if node is self.head else {}
         environment = self.environment | own | self.environments.get(node.number, {})
         more = ["--object-store-memory", str(_STORE_BYTES), *self.arguments]
-        done = node.run(str(self.code / "launch" / script), *more, env=environment, check=False, timeout=START_S)
+        done = node.run(str(ROOT / "launch" / script), *more, env=environment, check=False, timeout=START_S)
         if done.returncode:
             raise RuntimeError(f"{script} on node {node.number + 1}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
 
@@ -82,10 +81,6 @@ class RayNodes:
         } | options
         folder = given.pop("cwd")  # who enters a node's mounts stands at their root
         return (node or self.head).start("env", f"--chdir={folder}", "mrl", *arguments, **given)
-
-    def status(self) -> str:
-        """What Ray says of its nodes."""
-        return self.head.run("ray", "status", "--address", self.address, env=self.environment).stdout
 
 
 def wait_for(happened: Callable[[], bool], seconds: float, what: str) -> None:
