@@ -1,21 +1,21 @@
 """Holds the working tree against an earlier commit: the same tiny run, the same tensors, the same plans, and how long a
 step takes.
 
-python scripts/compare_commits.py 91eebfc [--steps 6] [--tolerance 0] [--json FILE [--as NAME]]
-    [--preset PRESET] [--set NAME=VALUE ...] [--no-plans]
-python scripts/compare_commits.py 91eebfc --speed [--steps 14] [--rounds 2] [--json FILE]
+python scripts/compare_commits.py 91eebfc [--steps 6] [--tolerance 0] [--preset PRESET] [--set NAME=VALUE ...]
+    [--no-plans]
+python scripts/compare_commits.py 91eebfc --speed [--steps 14] [--rounds 2]
 
 The commit is checked out into a temporary folder and both sides run with the packages of this environment. Needs
 tiny-world/ (scripts/make_tiny_world.py). Exits with 1 where anything differs that may not: every metric that both sides
 write, clocks aside, to `--tolerance` relative (0: the same bits); every tensor of the last checkpoint; the end of a run
 that the commit saved and the working tree resumed; `mrl plan --json` of every preset, unless --no-plans. With --speed
-nothing is held against anything but seconds, of steps that neither validate nor save. --as keeps a comparison in FILE
-under a name, beside others.
+nothing is held against anything but seconds, of steps that neither validate nor save.
 """
 
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -234,14 +234,6 @@ def commit_of(revision: str) -> str:
     ).stdout.strip()
 
 
-def _store(result: dict, file: Path, name: str | None) -> None:
-    """Writes a comparison into the file, or beside the others of the file under a name."""
-    if name:
-        others = json.loads(file.read_text()) if file.exists() else {}
-        result = others | {name: result}
-    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
 @contextmanager
 def checked_out(revision: str, code: Path) -> Iterator[Path]:
     """A checkout of the commit at `code`, as long as it is looked at."""
@@ -261,8 +253,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="pairs of runs, with --speed")
     parser.add_argument("--tolerance", type=float, default=0.0)
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--as", dest="name", help="of the comparison in FILE, which holds several")
     parser.add_argument("--preset", default=PRESET)
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE")
     parser.add_argument("--no-plans", action="store_true")
@@ -290,15 +280,8 @@ def main() -> None:
     """Prints the comparison; exits with 1 where it found a difference."""
     args = options()
     found = compared(args)
-    kind = f"--rounds {args.rounds} --speed" if args.speed else f"--tolerance {args.tolerance:g}"
-    settings = "".join(f" --set {setting}" for setting in args.settings)
-    plans = " --no-plans" if args.no_plans else ""
-    of_run = f"--steps {args.steps} --preset {args.preset}{settings}{plans}"
-    command = f"python scripts/compare_commits.py {args.commit} {of_run} {kind}"
-    result = facts(command) | {"before": commit_of(args.commit)} | found
+    result = facts(shlex.join(sys.argv)) | {"before": commit_of(args.commit)} | found
     print(json.dumps(result, indent=2))
-    if args.json:
-        _store(result, args.json, args.name)
     raise SystemExit(1 if result.get("differences") else 0)
 
 

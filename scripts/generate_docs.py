@@ -222,28 +222,11 @@ def _public_scripts() -> Iterator[str]:
         + ".\n"
     )
     yield from _refusals(found["scripts"])
-    if "ways" in found:
-        yield from _ways_to_train(**found["ways"])
     yield from _table(("script", "answer", "why, the first reason"))
     for row in found["scripts"]:
         why = row["why"].partition("; ")[0].replace("`", "")
         why = f"`{why[:117]}...`" if len(why) > 120 else f"`{why}`" if why else ""
         yield _row(f"{row['repository']}: {row['path']}", row["verdict"], why)
-
-
-def _ways_to_train(commit_before: str, verdicts: dict[str, dict]) -> Iterator[str]:
-    """Answers to scripts with adapters, a critic or a teacher, beside those of a commit that had none of these."""
-    answers = ("valid", "carried with losses", "refused")
-    new = verdicts["all"]["before"].get("absent", 0)
-    yield (
-        f"Answers now, and at commit `{commit_before}`, which had neither adapters nor a critic nor a teacher "
-        f"({new} newer scripts were not tried there):\n"
-    )
-    yield from _table(("scripts with", "number", *answers, *(f"{answer}, before" for answer in answers)))
-    for way, of_way in verdicts.items():
-        counts = [str(of_way[when].get(answer, 0)) for when in ("now", "before") for answer in answers]
-        yield _row(way, str(of_way["scripts"]), *counts)
-    yield ""
 
 
 def _targets(handler: Callable) -> str:

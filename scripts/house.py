@@ -2,21 +2,16 @@
 
 Nothing of it is imported or run; source files are parsed.
 
-python scripts/house.py                              of the working tree
-python scripts/house.py --before 91eebfc [--json]    the same beside a commit's
-python scripts/house.py --executed WORK              of one step of the tiny preset, by process; WORK must be new
-python scripts/house.py --svg docs/house.svg         packages and arrows, as docs/architecture.md shows them
+python scripts/house.py                          prints the figures as JSON
+python scripts/house.py --executed WORK          those of one step of the tiny preset, by process; WORK must be new
+python scripts/house.py --svg docs/house.svg     packages and arrows, as docs/architecture.md shows them
 """
 
 import argparse
 import ast
-import io
 import json
 import re
-import subprocess
 import sys
-import tarfile
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -58,7 +53,6 @@ COLOURS = {
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Documented = ast.Module | ast.ClassDef | Function
 
 
 def package_of(module: str) -> str | None:
@@ -101,16 +95,6 @@ class House:
             for folder in ("tests", "scripts")
         ]
         return cls({name: ast.parse(text) for name, text in sources.items()}, sources, *beside)
-
-    @classmethod
-    def of_commit(cls, revision: str) -> "House":
-        """The package as it was at a commit of this repository."""
-        command = ["git", "archive", revision, "mrl", "tests", "scripts"]
-        archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
-        with tempfile.TemporaryDirectory() as folder:
-            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-                tar.extractall(folder, filter="data")
-            return cls.of_folder(Path(folder))
 
     def imported(self, node: ast.AST) -> Iterator[str]:
         """Full names that one import statement asks for; `from a import b` gives a.b where that is a module, else a."""
@@ -271,26 +255,13 @@ def measure(house: House) -> dict:
         "files": len(house.modules),
         "lines": sum(by_package.values()),
         "lines_by_package": dict(by_package.most_common()),
-        "docstring_lines": sum(_docstring_lines(tree) for tree in house.modules.values()),
-        "statements": sum(isinstance(node, ast.stmt) for nodes in house.nodes.values() for node in nodes),
         "ast_nodes": sum(map(len, house.nodes.values())),
-        "functions": sum(1 for _ in house.functions()),
         "names_for_tests_alone": names_for_tests_alone(house),
         "circles_of_modules": circles(house.graph),
         "circles_of_packages": circles(house.package_graph),
-        "public_functions_without_docstring": sum(
-            public and not ast.get_docstring(node) for _, node, public in house.functions()
-        ),
         "basenames_in_several_packages": _shared_basenames(house),
         "class_names_defined_twice": _classes_defined_twice(house),
     }
-
-
-def _docstring_lines(tree: ast.Module) -> int:
-    texts = [
-        node.body[0] for node in ast.walk(tree) if isinstance(node, Documented) and ast.get_docstring(node) is not None
-    ]
-    return sum(text.end_lineno - text.lineno + 1 for text in texts)
 
 
 def _shared_basenames(house: House) -> dict[str, list[str]]:
@@ -384,38 +355,6 @@ def _arrow(corner: dict[str, tuple[int, int]], here: str, there: str) -> str:
     return f'<path d="M{x1} {y1 + BOX[1]} C{x1} {y1 + BOX[1] + 40} {x2} {y2 - 40} {x2} {y2}"/>'
 
 
-# ---------------------------------------------------------------- the table
-
-
-def rows(figures: dict) -> dict[str, str]:
-    """The figures as a column of text."""
-    text = {}
-    for name, value in figures.items():
-        if name == "lines_by_package":
-            text |= {f"  {package}": f"{lines:,}" for package, lines in value.items()}
-        else:
-            text[name.replace("_", " ")] = f"{len(value) if isinstance(value, list | dict) else value:,}"
-    return text
-
-
-def print_table(columns: dict[str, dict]) -> None:
-    """One line a figure, one column a tree; packages that only one of them has stay empty in the other."""
-    texts = {title: rows(figures) for title, figures in columns.items()}
-    names = list(dict.fromkeys(name for text in texts.values() for name in text))
-    print(f"{'':40}" + "".join(f"{title:>16}" for title in texts))
-    for name in names:
-        print(f"{name:40}" + "".join(f"{text.get(name, ''):>16}" for text in texts.values()))
-    for title, figures in columns.items():
-        for key in (
-            "circles_of_modules",
-            "circles_of_packages",
-            "basenames_in_several_packages",
-            "class_names_defined_twice",
-        ):
-            if figures[key]:
-                print(f"{title}, {key.replace('_', ' ')}: {figures[key]}")
-
-
 def executed(work: Path) -> dict:
     """What runs in a step of the default preset: see scripts/executed. `work` is a new folder."""
     sys.path.insert(0, str(ROOT / "scripts" / "executed"))
@@ -427,8 +366,6 @@ def executed(work: Path) -> dict:
 def main() -> None:
     """Prints the figures, or writes the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", metavar="COMMIT", help="measure this commit too")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--executed", type=Path, metavar="WORK", help="train the tiny world in WORK; count what a step runs"
     )
@@ -441,12 +378,7 @@ def main() -> None:
     if args.svg:
         args.svg.write_text(svg(here), encoding="utf-8")
         return
-    columns = {args.before: measure(House.of_commit(args.before))} if args.before else {}
-    columns["working tree"] = measure(here)
-    if args.json:
-        print(json.dumps(columns, indent=2))
-    else:
-        print_table(columns)
+    print(json.dumps(measure(here), indent=2))
 
 
 if __name__ == "__main__":

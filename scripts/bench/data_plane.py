@@ -1,29 +1,19 @@
 """What a step's data costs the driver: real Ray, engines and ranks without models, responses of the lengths of a large
 run.
 
-    python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 256 1024] [--routes] [--nodes] [--json]
+    python scripts/bench/data_plane.py [--responses 64 256 1024] [--routes] [--json]
 
 Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by
 the product's code, as many a second as make 8,192 in 200 s, with seats for all at once; ranks fetch their rows and
 compute of tokens what is computed beside a model. The driver runs a step of the product's loop, but for sync and save.
-Each size is a run of its own, in a process of its own, so its peak is its own. `--before`: the same with an earlier
-commit's code, checked out into a temporary folder, whose driver held everything. Extrapolated by a line through the
+Each size is a run of its own, in a process of its own, so its peak is its own. Extrapolated by a line through the
 sizes to 8,192 responses; `error` is the largest relative distance of a size from that line. `phases`: of each of the
 loop's, the driver's processor seconds, all seconds, and what it then holds more, or less; `outside_over_step`: of the
-step's seconds, those that no phase counts.
-
-`--nodes`: driver and ranks on one node, engines and their scorer on another, which are namespaces of this machine (see
-scripts/nodes/network.py; needs root), joined by a link of 4 Gbit/s: a hundredth of a node's of a cluster, as some
-hundred responses are of a step. `came_over_needed`: bytes that the interface of the ranks' node counted in the step,
-headers included, over those that ranks need; ranks of one node share what came.
-
-`--turns 1 8`: each size once with responses of one turn and once with those of eight, whose sides are named so: tokens
-are as many, of which some are read, and each turn but the last has a call.
+step's seconds, those that no phase counts. `--routes`: with routes of replayed experts.
 """
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import resource
@@ -31,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +33,6 @@ PRESET = "parallel_configs/tiny-moe/cpu.yaml"
 FULL, MEAN, SHORTEST, LONGEST = 8192, 7385, 1190, 20480
 PROMPT, N, ENGINES, REPLICAS, LAYERS, TOPK = 120, 8, 2, 2, 94, 8
 RATE = FULL / 200  # responses a second, all engines together
-LINK = "4gbit"
-CONTEXT = 20  # tokens that a turn's call brings
 SIGMA = 0.62  # of the logarithm: 3.9 % beyond LONGEST, with that mean
 GAP = np.float32(1e-4)  # of ranks' log-probs, over generation's
 UPDATE_METRICS = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}  # of a mini-batch
@@ -71,30 +58,9 @@ def settings(responses: int, routes: bool = False) -> list[str]:
     ]  # fmt: skip
 
 
-def talked(tokens: int, turns: int) -> dict:
-    """What a response of so many turns has beside its tokens, for `Sample`; nothing of one turn."""
-    from mrl.data.samples import Turn, TurnCall
-
-    if turns == 1:
-        return {}
-    starts = [tokens * turn // turns for turn in range(turns)]
-    sampled = np.ones(tokens, bool)
-    for start in starts[1:]:
-        sampled[start - CONTEXT : start] = False  # behind the turn that called
-    called = [Turn(start, "stop", 1, 0.1) for start in starts[:-1]]
-    calls = [TurnCall("calculator", "ok", 0.1)] * len(called)
-    return {"sampled": sampled, "turns": (*called, Turn(starts[-1], "stop")), "calls": tuple(calls)}
-
-
 def rss() -> int:
     """Bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def came() -> int:
-    """Bytes that the interface to other nodes received so far; 0 where there is none of that name."""
-    lines = (line.split() for line in Path("/proc/net/dev").read_text().splitlines())
-    return next((int(words[1]) for words in lines if words[0] == "eth0:"), 0)
 
 
 def peak() -> int:
@@ -116,25 +82,12 @@ class Pace:
         await asyncio.sleep(due - time.monotonic())
 
 
-class Rewards:
-    """Scores at once; what it is given is not kept."""
-
-    def __init__(self, result):
-        self.results, self.result = [], result
-
-    def submit(self, item) -> None:
-        self.results.append(self.result(item.sample_id, float(len(item.response_text) % 2), {}, "ok"))
-
-    def drain(self, poll, max_failures=None) -> list:
-        results, self.results = self.results, []
-        return results
-
-
 class Measured:
     """From here on: bytes over what is held now, and processor seconds."""
 
     def __init__(self):
-        self.rss, self.cpu, self.came = rss(), time.process_time(), came()
+        self.rss = rss()
+        self.cpu = time.process_time()
 
     def of(self, tokens: int, **more) -> dict:
         return {
@@ -162,9 +115,6 @@ def measuring_timer(phases: dict[str, dict[str, float]]) -> type:
     return MeasuringTimer
 
 
-# ---------------------------------------------------------------- both sides
-
-
 def drawn(number: int, tokens: int, routes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Ids and log-probs [tokens] of a response, and where they come routes [PROMPT + tokens, LAYERS, TOPK]; of a number
     always the same.
@@ -178,19 +128,23 @@ def drawn(number: int, tokens: int, routes: bool) -> tuple[np.ndarray, np.ndarra
 
 
 class FakeEngine:
-    """Synthesises responses of the lengths, each when it is due. `made` makes of one what engines of its tree yield,
-    `first` is the number of the first request.
-    """
+    """Synthesises responses of the lengths, each when it is due. The first request has number 1."""
 
-    def __init__(self, lengths: np.ndarray, first: int, routes: bool, made: Callable):
-        self.lengths, self.first, self.routes, self.made = lengths, first, routes, made
+    def __init__(self, lengths: np.ndarray, routes: bool):
+        self.lengths, self.routes = lengths, routes
         self.pace = Pace()
 
     async def generate(self, requests, sampling):
+        from mrl.data.samples import Sample, packed
+
         for request in requests:
             await self.pace.turn()
-            number = request.sample_id - self.first
-            yield self.made(request, *drawn(number, int(self.lengths[number]), self.routes))
+            number = request.sample_id - 1
+            ids, log_probs, routes = drawn(number, int(self.lengths[number]), self.routes)
+            yield packed([
+                Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids,
+                    ids.astype(np.int32), log_probs, "stop", 0, routes)
+            ])  # fmt: skip
 
 
 def prompts_of(responses: int) -> list:
@@ -204,10 +158,7 @@ def warm(ray, *groups) -> None:
     ray.get([actor.__ray_ready__.remote() for group in groups for actor in group])
 
 
-# ---------------------------------------------------------------- this tree
-
-
-def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
+def one_step(responses: int, routes: bool, folder: Path) -> dict:
     """One step of the loop. What stands in is made of nothing: model, saver, weight sync."""
     import ray
 
@@ -218,11 +169,11 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
 
     config = load_config(PRESET, "gspo", settings(responses, routes)).config
     lengths = lengths_of(responses)
-    here, far = nodes_of_run()
-    engines = engine_group(config, far, FakeEngine(lengths, 1, routes, samples_of(turns)))
+    node = ray.get_runtime_context().get_node_id()
+    engines = engine_group(config, node, FakeEngine(lengths, routes))
     run_dir = RunDir.open(folder / "run", "")
-    actor = Ranks(config, here, far, routes)
-    scorers = scorer_group(far, engines, folder)
+    actor = Ranks(config, node, routes)
+    scorers = scorer_group(node, engines, folder)
     run = assembled(config, run_dir, actor, engines, scorers, prompts_of(responses), routes)
     phases = {}
     timer = measuring_timer(phases)
@@ -241,38 +192,8 @@ def run_now(responses: int, routes: bool, turns: int, folder: Path) -> dict:
     size = (run_dir.samples / "step-1.parquet").stat().st_size
     run.record.close()
     run_dir.close()
-    found |= over_needed(fetched, came() - measured.came if far != here else None)
-    return found | {"samples_bytes_per_token": size / found["tokens"]}
-
-
-def nodes_of_run() -> tuple[str, str]:
-    """This node's id, and that of the engines and the scorer: another one's where there is one."""
-    import ray
-
-    here = ray.get_runtime_context().get_node_id()
-    return here, next((node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here), here)
-
-
-def over_needed(fetched: list[tuple[int, int]], came_bytes: int | None) -> dict[str, float]:
-    """What ranks received over what they need, of (received, needed) of each, bytes; between nodes what came, too."""
     received, needed = (sum(numbers) for numbers in zip(*fetched, strict=True))
-    found = {"received_over_needed": received / needed}
-    if came_bytes is None:
-        return found
-    return {"came_bytes": came_bytes, "needed_bytes": needed, "came_over_needed": came_bytes / needed} | found
-
-
-def samples_of(turns: int) -> Callable:
-    """What makes a response of so many turns the samples that an engine yields."""
-    from mrl.data.samples import Sample, packed
-
-    def made(request, ids, log_probs, routes):
-        return packed([
-            Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids, ids.astype(np.int32),
-                log_probs, "stop", 0, routes, **talked(len(ids), turns))
-        ])  # fmt: skip
-
-    return made
+    return found | {"received_over_needed": received / needed, "samples_bytes_per_token": size / found["tokens"]}
 
 
 def placed(kind: type, node: str):
@@ -409,9 +330,9 @@ class Meeting:
 
 
 class Ranks:
-    """As ActorGroup: ranks on this node, of the configuration's layout; readers of routes on the other."""
+    """As ActorGroup: ranks of the configuration's layout."""
 
-    def __init__(self, config, here: str, far: str, routes: bool):
+    def __init__(self, config, node: str, routes: bool):
         import ray
 
         from mrl.model import planning_model_spec
@@ -421,15 +342,15 @@ class Ranks:
 
         self.config, (self.model, _) = config, planning_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
-        kind, layout = ray.remote(Rank).options(**on_node(here)), self.layout
+        kind, layout = ray.remote(Rank).options(**on_node(node)), self.layout
         at = [layout.dense_coords(rank) for rank in range(layout.world_size)]
-        meeting = ray.remote(Meeting).options(max_concurrency=len(at), **on_node(here)).remote(len(at))
+        meeting = ray.remote(Meeting).options(max_concurrency=len(at), **on_node(node)).remote(len(at))
         self.ranks = [
             kind.remote(config, rank, meeting, each.pp, each.cp, layout.pipeline, each.dp)
             for rank, each in enumerate(at)
         ]
         self.teacher = None
-        self.route_readers = start_readers([far]) if routes else {}
+        self.route_readers = start_readers([node]) if routes else {}
 
     def each(self, method, arguments, phase, interruptible=False):
         import ray
@@ -466,8 +387,9 @@ def assembled(config, run_dir, actor: Ranks, engines, scorers, prompts: list, ro
         seconds=dict,
     )  # fmt: skip
     return Run(
-        config=config, run_dir=run_dir, val_prompts=None, total_steps=2, stop=StopFlag(), record=record,
-        responder=responder, actor=actor, placement=placement, saver=SimpleNamespace(finished=dict, failed_saves=0),
+        config=config, run_dir=run_dir, prompts=prompts, val_prompts=None, total_steps=2, stop=StopFlag(),
+        record=record, responder=responder, actor=actor, placement=placement,
+        saver=SimpleNamespace(finished=dict, failed_saves=0),
         sample_writer=SampleWriter(run_dir.samples, 600.0, config.record),
         generation=generation_of(config, run_dir, responder, spool, prompts, routes), spool=spool,
         hosts=SimpleNamespace(memory_used=lambda: 0), peak=SimpleNamespace(actor=1.0, run=1.0), state=TrainState(),
@@ -497,130 +419,24 @@ def generation_of(config, run_dir, responder, spool, prompts: list, routes: bool
     return Generation(rules, responder, stream, TrainState())
 
 
-# ---------------------------------------------------------------- a tree whose driver held everything
-
-
-def run_before(responses: int, routes: bool, turns: int, folder: Path) -> dict:
-    """The same phases by the code of commits up to 3a7ad58."""
-    import ray
-    from mrl.driver.update import update, with_advantages, with_corrections, with_old_log_probs
-
-    from mrl.config.load import load_config
-    from mrl.data.order import DataCursor
-    from mrl.driver.reporting import write_rollouts
-    from mrl.engine.requests import Sampling
-    from mrl.generate.rollouts import Rollouts, rewards_after_penalties
-
-    config = load_config(PRESET, "gspo", settings(responses)).config
-    engines = engine_group_before(config, lengths_of(responses), routes)
-    actor = RanksBefore()
-    responder = responder_before(config, engines)
-    prompts = prompts_of(responses)
-    warm(ray, actor.ranks, engines.engines)
-
-    measured = Measured()
-    samples = responder.respond(prompts, N, Sampling(1.0, LONGEST, ()), lambda prompt, k: k, "train")
-    results = responder.collect_rewards(samples)
-    rollouts = Rollouts(samples, results, rewards_after_penalties(config, samples, results), DataCursor(), {})
-    write_rollouts(folder, 1, rollouts)
-    batch, _ = with_old_log_probs(config, actor, rollouts.samples, 0)
-    batch, _ = with_corrections(config.algorithm, batch, rollouts.samples)
-    batch = with_advantages(config.algorithm, batch, rollouts, None)
-    update(actor, batch)
-    tokens = int((batch.prompt_lengths + batch.response_lengths).sum())
-    return measured.of(tokens, samples_bytes_per_token=(folder / "step-1.jsonl").stat().st_size / tokens)
-
-
-def completions_of() -> Callable:
-    """What makes a response the list of one completion that an engine yielded."""
-    from mrl.engine.requests import Completion
-
-    def made(request, ids, log_probs, routes):
-        return [Completion(request.sample_id, tuple(ids.tolist()), tuple(log_probs.tolist()), "stop", 0, routes)]
-
-    return made
-
-
-def engine_group_before(config, lengths: np.ndarray, routes: bool):
-    """The product's group, with engines for its own that synthesise."""
-    import ray
-
-    from mrl.cluster.rollout_group import RolloutGroup
-
-    engines = RolloutGroup.__new__(RolloutGroup)
-    engines.config, engines.poll = config, lambda: None
-    kind = ray.remote(FakeEngine).options(num_cpus=0)
-    engines.engines = [kind.remote(lengths, 0, routes, completions_of()) for _ in range(ENGINES)]
-    return engines
-
-
-def responder_before(config, engines):
-    """The driver's tokenizer, with one word, and its scorer."""
-    from mrl.generate.rollouts import Responder
-    from mrl.reward.items import RewardResult
-
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text" * len(ids))
-    display = SimpleNamespace(progress=lambda *_: None)
-    return Responder(tokenizer, engines, Rewards(RewardResult), config.reward, display, lambda: None)
-
-
-class RankBefore:
-    """A replica without a model."""
-
-    def log_probs(self, batch):
-        return batch.rollout_log_probs[0, 0]
-
-    def update(self, batch):
-        return None
-
-
-class RanksBefore:
-    """As ActorGroup was: log-probs near generation's."""
-
-    def __init__(self):
-        import ray
-
-        self.ranks = [ray.remote(RankBefore).options(num_cpus=0).remote() for _ in range(REPLICAS)]
-
-    def log_probs(self, batch):
-        """As ActorGroup put it: the batch behind one reference, an array from every replica."""
-        import ray
-
-        ref = ray.put(batch)
-        ray.get([rank.log_probs.remote(ref) for rank in self.ranks])
-        return batch.rollout_log_probs + np.where(batch.response_mask, GAP, np.float32(0)), 0.0
-
-    def update(self, batch):
-        import ray
-
-        from mrl.rank.batching import MiniBatchLoad, UpdateResult
-
-        ref = ray.put(batch)
-        ray.get([rank.update.remote(ref) for rank in self.ranks])
-        return UpdateResult([UPDATE_METRICS], [MiniBatchLoad(0.0, 0.0, (1, 1))])
-
-
 # ---------------------------------------------------------------- runs
 
 
-def child(side: str, responses: int, routes: bool, turns: int) -> None:
+def child(responses: int, routes: bool) -> None:
     """One run; prints its figures as JSON."""
     import ray
 
-    if side == "now":
-        from mrl.platforms.process_memory import few_heaps
+    from mrl.platforms.process_memory import few_heaps
 
-        few_heaps()  # as ray_cluster does
+    few_heaps()  # as ray_cluster does
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "samples").mkdir()
-        own = dict(
-            num_cpus=2, include_dashboard=False, object_store_memory=store_bytes(responses, routes), _temp_dir=folder,
+        ray.init(
+            "local", log_to_driver=False, logging_level="error", num_cpus=2, include_dashboard=False,
+            object_store_memory=store_bytes(responses, routes), _temp_dir=folder,
         )  # fmt: skip
-        address = os.environ.get("RAY_ADDRESS", "local")
-        ray.init(address, log_to_driver=False, logging_level="error", **(own if address == "local" else {}))
         try:
-            run = {"now": run_now, "before": run_before}[side]
-            print(json.dumps(run(responses, routes, turns, Path(folder, "samples"))))
+            print(json.dumps(one_step(responses, routes, Path(folder, "samples"))))
         finally:
             ray.shutdown()
 
@@ -630,39 +446,20 @@ def store_bytes(responses: int, routes: bool) -> int:
     return max(4 * 1024**3, responses * 7_000_000) if routes else 1024**3
 
 
-def as_fp8(side: str, responses: int, routes: bool, turns: int = 1) -> list[str]:
+def child_command(responses: int, routes: bool = False) -> list[str]:
     """The command of a child."""
-    words = [sys.executable, __file__, "--child", side, "--responses", str(responses), "--turns", str(turns)]
+    words = [sys.executable, __file__, "--child", "--responses", str(responses)]
     if routes:
         words.append("--routes")
     return words
 
 
-def run_side(side: str, code: Path, responses: int, routes: bool, turns: int) -> dict:
-    """A child process with the packages of this environment and the code of a tree."""
-    env = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
-    command = as_fp8(side, responses, routes, turns)
-    done = subprocess.run(command, cwd=code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
-    name = side
-    if turns > 1:
-        name = f"{turns} turns"
-    return {"side": name, "responses": responses} | json.loads(done.stdout.splitlines()[-1])
-
-
-def run_nodes(responses: int, routes: bool) -> dict:
-    """A child on the first of two nodes; engines are on the second."""
-    sys.path.append(str(ROOT / "scripts" / "nodes"))
-    from network import network
-    from ray_nodes import RayNodes
-
-    with tempfile.TemporaryDirectory(prefix="mrl-plane-", dir="/tmp") as folder, network(2, Path(folder)) as net:
-        rays = RayNodes(net, (2, 2), ("--object-store-memory", str(store_bytes(responses, routes))))
-        rays.start()
-        net.shape(LINK)
-        command = ["env", f"--chdir={ROOT}", *as_fp8("now", responses, routes)]
-        done = net.nodes[0].run(*command, env=rays.environment, stderr=None, capture_output=False,
-            stdout=subprocess.PIPE, timeout=900)  # fmt: skip
-    return {"side": "nodes", "responses": responses} | json.loads(done.stdout.splitlines()[-1])
+def measured_apart(responses: int, routes: bool) -> dict:
+    """Figures of a size, from a child process."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = child_command(responses, routes)
+    done = subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
+    return {"responses": responses} | json.loads(done.stdout.splitlines()[-1])
 
 
 def extrapolated(rows: list[dict], key: str) -> dict:
@@ -676,69 +473,31 @@ def extrapolated(rows: list[dict], key: str) -> dict:
     return {"value": slope * full + start, "per_token": slope, "error": float(np.abs(line / values - 1).max())}
 
 
-@contextmanager
-def trees(before: str | None) -> Iterator[dict[str, Path]]:
-    """This tree as `now`, and a checkout of the commit as `before`, where one is given."""
-    if before is None:
-        yield {"now": ROOT}
-        return
-    sys.path.append(str(ROOT / "scripts"))
-    from compare_commits import checked_out
-
-    with tempfile.TemporaryDirectory() as folder, checked_out(before, Path(folder, "code")) as code:
-        yield {"before": code, "now": ROOT}
-
-
-def extrapolations(rows: list[dict]) -> dict[str, dict]:
-    """Each side's peak and processor seconds at FULL responses; between nodes there is none."""
-    return {
-        side: {
-            key: extrapolated([row for row in rows if row["side"] == side], key)
-            for key in ("driver_peak_bytes", "driver_busy_s")
-        }
-        for side in dict.fromkeys(row["side"] for row in rows if row["side"] != "nodes")
-    }
-
-
 def show(rows: list[dict], full: dict[str, dict]) -> None:
-    """Prints a line a run, and one a side at FULL responses."""
+    """Prints a line a run, and one for each figure at FULL responses."""
     for row in rows:
         print(
-            f"{row['side']:7} {row['responses']:6} responses {row['tokens']:10,} tokens  peak "
+            f"{row['responses']:6} responses {row['tokens']:10,} tokens  peak "
             f"{row['driver_peak_bytes'] / 1e6:8.1f} MB ({row['driver_peak_bytes'] / row['tokens']:6.2f} B/token)  busy "
-            f"{row['driver_busy_s']:6.2f} s  received/needed {row.get('received_over_needed', float('nan')):.3f}  file "
-            f"{row['samples_bytes_per_token']:.2f} B/token  came/needed {row.get('came_over_needed', float('nan')):.3f}"
+            f"{row['driver_busy_s']:6.2f} s  received/needed {row['received_over_needed']:.3f}  file "
+            f"{row['samples_bytes_per_token']:.2f} B/token"
         )
-    for side, values in full.items():
-        print(f"{side:7} at {FULL} responses: " + json.dumps(values))
-
-
-def options() -> argparse.Namespace:
-    """Arguments of the command; those that do not go together are refused."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--responses", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--before", metavar="COMMIT")
-    parser.add_argument("--routes", action="store_true")
-    parser.add_argument("--turns", type=int, nargs="+", default=[1])
-    parser.add_argument("--nodes", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", choices=("now", "before"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.turns != [1] and (args.before or args.nodes):
-        parser.error("--turns goes with neither --before nor --nodes")
-    return args
+    for name, values in full.items():
+        print(f"{name} at {FULL} responses: {json.dumps(values)}")
 
 
 def main() -> None:
     """Prints a table, or with --json one object."""
-    args = options()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--responses", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.child:
-        return child(args.child, args.responses[0], args.routes, args.turns[0])
-    with trees(args.before) as sides:
-        kinds = list(itertools.product(args.responses, sides.items(), args.turns))
-        rows = [run_side(*tree, size, args.routes, turns) for size, tree, turns in kinds]
-        rows += [run_nodes(size, args.routes) for size in args.responses if args.nodes]
-    full = extrapolations(rows)
+        return child(args.responses[0], args.routes)
+    rows = [measured_apart(size, args.routes) for size in args.responses]
+    full = {key: extrapolated(rows, key) for key in ("driver_peak_bytes", "driver_busy_s")}
     if args.json:
         return print(json.dumps({"rows": rows, "extrapolated": full}))
     show(rows, full)

@@ -1,29 +1,22 @@
 """Seconds and memory of one weight sync: four Megatron ranks (TP2, PP2, EP2) to one vLLM worker, a float32 Qwen3-MoE of
 about 0.43 GB.
 
-python scripts/bench/reshard.py [--before COMMIT] [--repeat 5] [--budget-mb 16] [--layers 8 4] [--json]
+python scripts/bench/reshard.py [--repeat 5] [--budget-mb 16] [--layers 8 4] [--json]
 
 Everything is measured in one run, in the same processes, after a warm-up. In each round every figure is taken once, one
-after the other, and with --before that commit and the working tree take turns at each. Seconds are medians over the
-rounds, ratios are medians of the ratios inside a round. Two clocks: wall clock of the slowest process, and processor
-seconds, which others on the machine change less. `loads`: the machine's, before each round.
+after the other. Seconds are medians over the rounds, ratios are medians of the ratios inside a round. Two clocks: wall
+clock of the slowest process, and processor seconds, which others on the machine change less. `loads`: the machine's,
+before each round.
 
 export_s      the bridge gathers every full tensor on every rank: what the slow path begins with
 wire_s        pack, send, unpack, into plain tensors in load layout
-reference_s   the same bytes in the same rounds and messages, packed and unpacked as one contiguous block each
 digest_s      both sides' digests, the slower side; finalise_s: vLLM processes what was written; read_back_s: what it
               then holds is read
 total_s       the whole sync with all of these, verified
-wire_ratio    wire_s over reference_s; total_ratio: total_s over export_s
+total_ratio   total_s over export_s
 processor     the same by processor seconds: of all processes together, but `digest_s` (of the slowest process),
               `finalise_s` and `read_back_s`; and of single parts, by side
-floor         what of this cannot be left out, each alone in the engine's process, with the same sizes: copy_s (every
-              byte of the experts once), pack_s (vLLM's operator puts them into the kernel's layout), digest_s (one
-              pass), identity_s (linears that vLLM packs out of sight are read back), pack_linears_s (vLLM packs them);
-              sum_s: two copies, two digests and one of each of the others. vllm_pack_s: the experts as vLLM's own
-              reload packs them, into fresh memory that is copied afterwards
 peak_extra_bytes   resident memory at its peak over that before transports were opened, at each depth of the model
-before        all of this of the commit, where one is given; times_faster: of each figure, before over after
 """
 
 import argparse
@@ -43,9 +36,6 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from compare_commits import commit_of  # noqa: E402
-
 LAYERS = (8, 4)
 TRAIN = {
     "world_size": 4,
@@ -53,9 +43,8 @@ TRAIN = {
     "pipeline_model_parallel_size": 2,
     "expert_model_parallel_size": 2,
 }
-GOALS = {"wire": {"shm": 1.15, "gloo": 1.5}, "digest_s": 0.10, "total": {"shm": 0.12, "gloo": 0.33}}
+GOALS = {"digest_s": 0.10, "total": {"shm": 0.12, "gloo": 0.33}}
 KINDS = {"shm": "shm", "gloo": "p2p"}
-SECONDS = ("wire_s", "reference_s", "total_s", "export_s", "digest_s", "finalise_s", "read_back_s")
 _DEADLINE_S = 400.0
 
 
@@ -115,8 +104,7 @@ def _status(key: str) -> int:
 class Rank:
     """One Megatron rank: methods are what the driver asks for."""
 
-    def __init__(self, number: int, model: Path, port: int, lora_rank: int = 0):
-        """`lora_rank`: of adapters on all linear layers; 0: none."""
+    def __init__(self, number: int, model: Path, port: int):
         import torch
 
         from mrl.config.schema import RunConfig
@@ -126,7 +114,7 @@ class Rank:
         torch.set_num_threads(1)
         config = RunConfig.model_validate({
             "model": {"path": str(model), "dtype": "float32"},
-            "actor": {"layout": TRAIN, "ppo_mini_batch_size": 1, "lora": {"rank": lora_rank}},
+            "actor": {"layout": TRAIN, "ppo_mini_batch_size": 1},
             "data": {"train_batch_size": 1}, "cluster": {"device": "cpu", "n_gpus_per_node": 5},
             "trainer": {"total_training_steps": 1},
         })  # fmt: skip
@@ -146,7 +134,6 @@ class Rank:
         if self.sender is not None:
             self.sender.end.close()
         self.sender = connect_sender(SyncSetup.from_json(setup), self.number, self.shards, self.actor.adapters)
-        self.block = None
 
     def sync(self, update: int) -> dict:
         return self.sender.send(update, [0]).to_json()
@@ -158,26 +145,6 @@ class Rank:
 
     def wire(self, update: int) -> None:
         self.sender.transfer(update, [0])
-
-    def reference(self, update: int) -> None:
-        """Each message as one block out of contiguous memory of the shards' size."""
-        import torch
-
-        from mrl.reshard.actions import sending
-
-        if self.block is None:
-            self.messages = list(self.sender.plan.sends(self.number))
-            self.block = torch.zeros(sum(m.nbytes for m in self.messages), dtype=torch.uint8)
-        end, at = self.sender.end, 0
-        end.begin(update, [0])
-        for step, (message, *others) in sending(self.messages, end.is_remote):
-            if step == "slot":
-                end.slot(message).copy_(self.block[at : at + message.nbytes])
-                at += message.nbytes
-            elif step == "post":
-                end.post(message)
-            else:
-                end.wait([message, *others])
 
     def export(self) -> None:
         for _ in self.actor.export_hf():
@@ -212,7 +179,7 @@ class Engine:
         self.worker.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": plan_hash})
         self.worker.meet_ranks()
         self.receiver = self.worker.weight_transfer_engine.path._receiver
-        self.plain = self.block = None
+        self.plain = None
         return self.worker.weight_bytes()
 
     def sync(self, update: int) -> dict:
@@ -225,76 +192,6 @@ class Engine:
         if self.plain is None:
             self.plain = PlainTensors(self.receiver.plan)
         self.receiver.receive(self.plain, update)
-
-    def reference(self, update: int) -> None:
-        """Each message as one block into contiguous memory of the engine's size."""
-        import torch
-
-        from mrl.reshard.actions import receiving
-        from mrl.reshard.messages import by_round
-
-        if self.block is None:
-            self.rounds = by_round(self.receiver.plan.receives(0))
-            self.block = torch.zeros(sum(m.nbytes for messages in self.rounds for m in messages), dtype=torch.uint8)
-        end, at = self.receiver.end, 0
-        end.begin(update)
-        for step, messages in receiving(self.rounds, end.is_remote):
-            if step == "take":
-                for buffer in end.take(messages):
-                    self.block[at : at + buffer.numel()].copy_(buffer)
-                    at += buffer.numel()
-            elif step == "release":
-                end.release(messages)
-            else:
-                end.ask(messages)
-
-    def floor(self) -> dict[str, float]:
-        """Seconds of single steps, the best of three. The engine's weights are lost."""
-        import torch
-        from vllm._custom_ops import cpu_prepack_moe_weight
-
-        from mrl.engine.v0_common import packed_linears
-        from mrl.reshard.digest import lane_sums_of_each
-
-        model = self.worker.model_runner.get_model()
-        layers = [layer for layer in model.modules() if hasattr(layer, "w13_weight")]
-        isa = layers[0].quant_method.moe_kernel.fused_experts.isa
-        loaded = {leaf: torch.randn_like(getattr(layers[0], leaf)) for leaf in ("w13_weight", "w2_weight")}
-        pairs = [(loaded[leaf], getattr(layer, leaf).data) for layer in layers for leaf in loaded]
-        linears = [(layer, weight.contiguous()) for layer, weight in _hidden_linears(model)]
-        steps = {
-            "copy_s": lambda: [kernel.copy_(load) for load, kernel in pairs],
-            "pack_s": lambda: [torch.ops._C.prepack_moe_weight(load, kernel, isa) for load, kernel in pairs],
-            "digest_s": lambda: [lane_sums_of_each(kernel, (0, 0)) for _, kernel in pairs],
-            "identity_s": lambda: list(packed_linears(model)),
-            "pack_linears_s": lambda: [_pack_linear(layer, weight) for layer, weight in linears],
-            "vllm_pack_s": lambda: [kernel.copy_(cpu_prepack_moe_weight(load, isa)) for load, kernel in pairs],
-        }
-        with torch.no_grad():
-            found = {name: min(_seconds(step) for _ in range(3)) for name, step in steps.items()}
-        alone = sum(found[name] for name in ("pack_s", "identity_s", "pack_linears_s"))
-        return found | {"sum_s": alone + 2 * found["copy_s"] + 2 * found["digest_s"]}
-
-
-def _hidden_linears(model: Any) -> list[tuple[Any, Any]]:
-    """(layer, weight) of linears whose weight lives on in the kernel's own form alone."""
-    from mrl.engine.v0_common import packed_linears
-
-    layers = dict(model.named_modules())
-    return [(layers[name], weight) for name, weight in packed_linears(model) if layers[name].weight.numel() == 0]
-
-
-def _pack_linear(layer: Any, weight: Any) -> None:
-    import torch
-
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    layer.quant_method.process_weights_after_loading(layer)
-
-
-def _seconds(step: Any) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
 
 
 class PlainTensors:
@@ -373,23 +270,22 @@ class Process:
 
 
 class World:
-    """The processes of one model, whose ranks train adapters where these have a rank."""
+    """The processes of one model."""
 
-    def __init__(self, folder: Path, layers: int, lora_rank: int = 0, code: Path = ROOT):
-        """`code`: the checkout that all processes but this one run."""
+    def __init__(self, folder: Path, layers: int):
         from mrl.platforms.hosting import get_hosting
         from mrl.process.free_ports import free_port
 
         hosting, port = get_hosting("cpu"), str(free_port())
         model = write_model(folder / f"model-{layers}", layers)
         engine_environment = hosting.engine_environment(0, 1, 1, 1) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        path = {"PYTHONPATH": str(code)}
+        path = {"PYTHONPATH": str(ROOT)}
         self.engine = Process(folder, f"engine-{layers}", ["--engine", str(model)], engine_environment | path)
         self.ranks = [
             Process(
                 folder,
                 f"rank-{layers}-{r}",
-                ["--rank", str(r), str(model), port, "--lora-rank", str(lora_rank)],
+                ["--rank", str(r), str(model), port],
                 hosting.actor_environment() | path,
             )
             for r in range(4)
@@ -442,8 +338,8 @@ class World:
             part.end()
 
 
-class Side:
-    """One checkout's world, and what was measured of it, a figure a round."""
+class Rounds:
+    """What was measured over one transport, a figure a round."""
 
     def __init__(self, world: World, setup: Any):
         self.world = world
@@ -455,10 +351,6 @@ class Side:
     def wire(self) -> None:
         """Bytes alone, into plain tensors."""
         self._keep("wire_s", self.world.transfer("wire")[0])
-
-    def reference(self) -> None:
-        """The same bytes as one block a message."""
-        self._keep("reference_s", self.world.transfer("reference")[0])
 
     def export(self) -> None:
         """The bridge's export, which only ranks take part in."""
@@ -499,9 +391,6 @@ class Side:
         return summary(wall) | {"processor": summary(processor), "bytes_moved": self.bytes_moved, "rounds": rounds}
 
 
-STEPS = (Side.wire, Side.reference, Side.sync, Side.parts, Side.export)
-
-
 def _parts(engine: dict[str, float], ranks: list[dict[str, float]]) -> dict[str, float]:
     return {
         "digest_s": max(engine["digest"], *(rank["digest"] for rank in ranks)),
@@ -511,27 +400,22 @@ def _parts(engine: dict[str, float], ranks: list[dict[str, float]]) -> dict[str,
 
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Medians of figures, and of the ratios inside a round."""
+    """Medians of figures, and of the ratio inside a round."""
     found = {name: median(values) for name, values in seconds.items()}
-    for name, part, whole in (("wire_ratio", "wire_s", "reference_s"), ("total_ratio", "total_s", "export_s")):
-        pairs = zip(seconds[part], seconds[whole], strict=True)
-        found[name] = median(one / other for one, other in pairs)
+    pairs = zip(seconds["total_s"], seconds["export_s"], strict=True)
+    found["total_ratio"] = median(total / export for total, export in pairs)
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def measure_times(worlds: dict[str, World], kind: str, budget: int, repeat: int) -> tuple[dict[str, Side], list[float]]:
-    """Every figure of one transport once a round, the sides in turn; and the load before each round."""
-    sides = {name: Side(world, world.connect(kind, budget)) for name, world in worlds.items()}
+def measure_times(world: World, kind: str, budget: int, repeat: int) -> tuple[dict[str, Any], list[float]]:
+    """Every figure of one transport once a round, and the load before each round."""
+    rounds = Rounds(world, world.connect(kind, budget))
     loads = []
-    for number in range(repeat + 1):
+    for _ in range(repeat + 1):
         loads.append(round(os.getloadavg()[0], 2))
-        turn = list(sides.values())
-        if number % 2:
-            turn.reverse()
-        for step in STEPS:
-            for side in turn:
-                step(side)
-    return sides, loads
+        for step in (rounds.wire, rounds.sync, rounds.parts, rounds.export):
+            step()
+    return rounds.told(), loads
 
 
 def measure_memory(world: World, kind: str, budget: int) -> dict[str, int]:
@@ -544,55 +428,26 @@ def measure_memory(world: World, kind: str, budget: int) -> dict[str, int]:
     return {"trainer": max(peaks[1:]), "engine": peaks[0]}
 
 
-def measure(folder: Path, checkouts: dict[str, Path], depths: list[int], budget: int, repeat: int) -> dict[str, Any]:
-    """Everything of every checkout: see the module's docstring. `depths`: layers, the first of which is timed."""
-    found: dict[str, dict[str, Any]] = {name: {"peak_extra_bytes": {}} for name in checkouts}
+def measure(folder: Path, depths: list[int], budget: int, repeat: int) -> dict[str, Any]:
+    """Everything: see the module's docstring. `depths`: layers, the first of which is timed."""
+    found: dict[str, Any] = {"peak_extra_bytes": {}}
     loads: dict[str, list[float]] = {}
     for depth in depths:
-        with opened(folder, checkouts, depth) as worlds:
-            for name, world in worlds.items():
-                memory = {way: measure_memory(world, kind, budget) for way, kind in KINDS.items()}
-                found[name]["peak_extra_bytes"][f"{depth} layers"] = memory
+        world = World(folder, depth)
+        try:
+            memory = {way: measure_memory(world, kind, budget) for way, kind in KINDS.items()}
+            found["peak_extra_bytes"][f"{depth} layers"] = memory
             if depth != depths[0]:
                 continue
             for way, kind in KINDS.items():
-                sides, loads[way] = measure_times(worlds, kind, budget, repeat)
-                for name, side in sides.items():
-                    found[name][way] = side.told()
-            for name, world in worlds.items():
-                found[name] |= _sizes(world, found[name])
-    allowed = {"trainer": 2 * budget, "engine": 2 * budget + 2 * largest_module(depths[0])}
-    shared = {"budget_bytes": budget, "repeat": repeat, "loads": loads, "peak_allowed_bytes": allowed}
-    result = shared | found["after"]
-    if "before" in found:
-        result |= {"before": found["before"], "times_faster": times_faster(found["before"], found["after"])}
-    return result
-
-
-@contextmanager
-def opened(folder: Path, checkouts: dict[str, Path], depth: int) -> Iterator[dict[str, World]]:
-    """A world of each checkout, all at once."""
-    worlds: dict[str, World] = {}
-    try:
-        for name, code in checkouts.items():
-            own = folder / f"{name}-{depth}"
-            own.mkdir()
-            worlds[name] = World(own, depth, code=code)
-        yield worlds
-    finally:
-        for world in worlds.values():
+                found[way], loads[way] = measure_times(world, kind, budget, repeat)
+            found["bytes_required"] = world.bytes_required
+        finally:
             world.end()
-
-
-def _sizes(world: World, found: dict[str, Any]) -> dict[str, Any]:
-    """The export and bytes of a world, and its floor. Its engine's weights are lost."""
-    (floor,) = world.call("floor", of=[world.engine])[1]
-    return {
-        "export_s": found["shm"]["export_s"],
-        "bytes_required": world.bytes_required,
-        "bytes_moved": found["shm"]["bytes_moved"],
-        "floor": {name: round(seconds, 4) for name, seconds in floor.items()},
-    }
+    found["export_s"] = found["shm"]["export_s"]
+    found["bytes_moved"] = found["shm"]["bytes_moved"]
+    allowed = {"trainer": 2 * budget, "engine": 2 * budget + 2 * largest_module(depths[0])}
+    return found | {"budget_bytes": budget, "repeat": repeat, "loads": loads, "peak_allowed_bytes": allowed}
 
 
 def largest_module(layers: int) -> int:
@@ -608,27 +463,12 @@ def largest_module(layers: int) -> int:
     return max(modules.values())
 
 
-def times_faster(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of each transport's seconds, and of its processor seconds: before over after."""
-    found: dict[str, dict[str, float]] = {}
-    for way in KINDS:
-        for clock in (before[way], before[way]["processor"]):
-            is_wall = clock is before[way]
-            now = after[way] if is_wall else after[way]["processor"]
-            found[way if is_wall else f"{way} processor"] = {
-                name: round(clock[name] / now[name], 2) for name in SECONDS if now[name]
-            }
-    return found
-
-
 def verdicts(result: dict[str, Any]) -> dict[str, bool]:
     """Which goals are met."""
     met = {"bytes_moved == bytes_required": result["bytes_moved"] == result["bytes_required"]}
     for name in KINDS:
         one = result[name]
-        wire = GOALS["wire"][name]
         total = GOALS["total"][name]
-        met[f"{name} wire <= {wire:g} x reference"] = one["wire_ratio"] <= wire
         met[f"{name} digest <= 0.10 s"] = one["digest_s"] <= GOALS["digest_s"]
         met[f"{name} total <= {total:.2f} x export"] = one["total_ratio"] <= total
     for depth, kinds in result["peak_extra_bytes"].items():
@@ -638,43 +478,18 @@ def verdicts(result: dict[str, Any]) -> dict[str, bool]:
     return met
 
 
-@contextmanager
-def checked_out(before: str | None) -> Iterator[dict[str, Path]]:
-    """The working tree as `after`, and a checkout of the commit as `before`, where one is given."""
-    if before is None:
-        yield {"after": ROOT}
-        return
-    git = ["git", "worktree"]
-    with tempfile.TemporaryDirectory() as folder:
-        code = Path(folder) / "code"
-        subprocess.run([*git, "add", "--detach", str(code), before], cwd=ROOT, check=True, capture_output=True)
-        try:
-            yield {"before": code, "after": ROOT}
-        finally:
-            subprocess.run([*git, "remove", "--force", str(code)], cwd=ROOT, check=True)
-
-
 def show(result: dict[str, Any]) -> None:
     """Prints a table."""
     moved, required = (result[name] / 1e9 for name in ("bytes_moved", "bytes_required"))
     print(f"{moved:.3f} GB moved, {required:.3f} GB required; loads {result['loads']}")
-    for side in ("before", "after"):
-        if side == "before" and side not in result:
-            continue
-        of_side = result["before"] if side == "before" else result
-        for name in KINDS:
-            for clock, told in (("wall", of_side[name]), ("processor", of_side[name]["processor"])):
-                words = [f"{key} {value:.3f}" for key, value in told.items() if isinstance(value, float)]
-                print(f"{side} {name} {clock}: {'  '.join(words)}")
-        print("floor " + "  ".join(f"{key} {value:.3f}" for key, value in of_side["floor"].items()))
-        for depth, kinds in of_side["peak_extra_bytes"].items():
-            words = [
-                f"{name} {part} {peak / 2**20:.1f}" for name, parts in kinds.items() for part, peak in parts.items()
-            ]
-            print(f"peak extra MiB at {depth}: {', '.join(words)}")
+    for name in KINDS:
+        for clock, told in (("wall", result[name]), ("processor", result[name]["processor"])):
+            words = [f"{key} {value:.3f}" for key, value in told.items() if isinstance(value, float)]
+            print(f"{name} {clock}: {'  '.join(words)}")
+    for depth, kinds in result["peak_extra_bytes"].items():
+        words = [f"{name} {part} {peak / 2**20:.1f}" for name, parts in kinds.items() for part, peak in parts.items()]
+        print(f"peak extra MiB at {depth}: {', '.join(words)}")
     print(f"allowed MiB: { ({s: round(b / 2**20, 1) for s, b in result['peak_allowed_bytes'].items()}) }")
-    for way, ratios in result.get("times_faster", {}).items():
-        print(f"times faster, {way}: {'  '.join(f'{name} {ratio:.2f}' for name, ratio in ratios.items())}")
     for goal, is_met in result["goals"].items():
         print(f"{'met   ' if is_met else 'MISSED'} {goal}")
 
@@ -682,13 +497,11 @@ def show(result: dict[str, Any]) -> None:
 def arguments() -> argparse.Namespace:
     """What the command line says; a process of the bench is told what it is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", metavar="COMMIT")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--budget-mb", type=int, default=16)
     parser.add_argument("--layers", type=int, nargs="+", default=list(LAYERS), help="depths; the first is timed")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--lora-rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -701,14 +514,12 @@ def main() -> None:
         os.dup2(2, 1)  # what libraries print is no answer
         if args.rank:
             number, model, port = args.rank
-            serve(Rank(int(number), Path(model), int(port), args.lora_rank), answers)
+            serve(Rank(int(number), Path(model), int(port)), answers)
         else:
             serve(Engine(Path(args.engine)), answers)
         os._exit(0)  # vLLM's own teardown waits for seconds
-    with checked_out(args.before) as checkouts, tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), checkouts, args.layers, args.budget_mb * 2**20, args.repeat)
-        if args.before is not None:
-            result["before_commit"] = commit_of(args.before)
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(Path(folder), args.layers, args.budget_mb * 2**20, args.repeat)
     result["goals"] = verdicts(result)
     if args.json:
         print(json.dumps(result))

@@ -30,9 +30,8 @@ from statistics import median
 from typing import Any
 
 import psutil
-from data_plane import FULL
+from data_plane import FULL, child_command
 from data_plane import RATE as RATE_OF_RESPONSES
-from data_plane import as_fp8 as words_of_plane
 from peers import CASES, ROOT, programs, settings_of, train_command, world_model
 
 from mrl.record.run_dir import METRICS, read_metrics
@@ -241,7 +240,7 @@ def processes(run: psutil.Popen) -> dict[str, psutil.Process]:
 def profile_of_plane(case: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The driver while its engines answer; what it takes for a whole step's responses."""
     generation = FULL / RATE_OF_RESPONSES
-    run = psutil.Popen(words_of_plane("now", FULL // 2, False), cwd=ROOT, stdout=subprocess.DEVNULL)
+    run = psutil.Popen(child_command(FULL // 2), cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         time.sleep(BEGUN_S)
         look = looked(run, 2 * options.seconds, folder / case, options.stacks)

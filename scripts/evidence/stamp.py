@@ -1,6 +1,6 @@
 """Puts one JSON object from standard input into a stored result, with commit, command, date, cores and load.
 
-    scripts/bench/reshard.py --json | scripts/evidence/stamp.py docs/results/reshard.json "COMMAND" [--at PART]
+    COMMAND | scripts/evidence/stamp.py docs/results/NAME.json "COMMAND" [--at PART]
     scripts/evidence/stamp.py --clean     exit code 2 where files that no commit names would be measured
 
 What stands in docs alone is measured by nobody, so that results may be renewed one after the other.

@@ -1,19 +1,12 @@
 """What bash passes to verl from its public launch scripts, and what `mrl import-verl` reads of them.
 
     python scripts/evidence/verl_scripts.py volcengine/verl=CLONE verl-project/verl-recipe=CLONE
-    python scripts/evidence/verl_scripts.py volcengine/verl=CLONE --rehearse examples/sglang_multiturn [--set ...]
 
 Every script is run by bash itself, over stubs: python, ray and whatever else it calls only write down their arguments.
 It runs in namespaces of its own (util-linux's unshare), without a network and on a file system that nothing can be
 written to. Our reader is not part of that. Its answer is then compared word by word, and three things are written:
 tests/unit/verl_passed.jsonl, the key=value pairs that bash passes of some scripts, which tests import;
 docs/results/verl_scripts.json, the counts and the verdict on every script, from which docs/from_verl.md has its table.
-Verdicts on scripts with adapters, a critic or a teacher stand beside those of a commit before mrl had these.
-
-`--rehearse` runs what is imported of the scripts below a folder, or of one, by `mrl rehearse`: a step, a save, a resume
-and a step of a small copy, with the tools that the script names. `--set` is handed to `mrl import-verl`. Each script's
-outcome goes to docs/results/verl_rehearsals.json as soon as it is there. Exit code 1 where one that imports is not
-rehearsed.
 """
 
 import argparse
@@ -28,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stamp import changes, facts
+from stamp import facts
 
 from mrl.cli.import_verl import _checked
 from mrl.errors import MrlError
@@ -38,7 +31,6 @@ from mrl.tools.import_verl.verl_command import from_script, hydra_value
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSED, RESULTS = ROOT / "tests" / "unit" / "verl_passed.jsonl", ROOT / "docs" / "results" / "verl_scripts.json"
-REHEARSED = ROOT / "docs" / "results" / "verl_rehearsals.json"
 HOME = "/home/user"
 STUBS = "python python3 ray torchrun nohup env sudo srun timeout rm mkdir cp mv tee pip pip3 git wget curl sleep"
 TOOLS = "basename dirname realpath readlink seq expr tr cut sed awk head tail cat grep sort uniq wc"
@@ -46,28 +38,14 @@ RECORD = 'printf "%s\\0" "$#" "$@" >&9'
 ENTRY = re.compile(r"(^|[./])(\w*main_\w+|\w+_main)(\.py)?$")
 PAIR = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
 LIMIT_S = 20  # for a script
-BEFORE = "cc759673"  # had neither adapters nor a critic nor a teacher, and stored its verdicts
-TRAINERS = ("main_ppo", "main_dapo")  # parts of the entry's name; verl's advantage is gae where none is given
 KEPT = 80  # scripts whose pairs are kept as data, beside all that generate ahead of training
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clones", nargs="+", metavar="REPOSITORY=CLONE")
-    parser.add_argument("--rehearse", metavar="PATH", help="a script or a folder of them, below the clones")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="given", help="of the import")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "verl", help="folder of rehearsals")
     options = parser.parse_args()
     clones = {name: Path(clone).resolve() for name, clone in (text.split("=", 1) for text in options.clones)}
-    if options.rehearse:
-        went = list(_rehearsals(clones, options.rehearse, options.given, options.work))
-        print(f"{went.count(True)} of {len(went)} that import are rehearsed")
-        return int(not all(went))
-    _compare_all(clones)
-    return 0
-
-
-def _compare_all(clones: dict[str, Path]) -> None:
     rows = [row for name, folder in clones.items() for row in _of_clone(name, folder)]
     kept = _kept(rows)
     PASSED.write_text("".join(json.dumps({k: row[k] for k in _DATA}) + "\n" for row in kept))
@@ -76,38 +54,10 @@ def _compare_all(clones: dict[str, Path]) -> None:
         counts.update(row["counts"])
     commits = {row["repository"]: row["commit"] for row in rows}
     scripts = [{key: row[key] for key in ("repository", "path", "verdict", "why")} for row in rows]
-    found = facts("python scripts/evidence/verl_scripts.py") | {"commits": commits, "ways": _ways(rows)}
+    found = facts("python scripts/evidence/verl_scripts.py") | {"commits": commits}
     RESULTS.write_text(json.dumps(found | {"counts": counts, "scripts": scripts}, indent=1) + "\n")
     print(dict(counts))
-
-
-def _ways(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Verdicts on the scripts of each way to train, now and at BEFORE; `all`: on every script."""
-    stored = subprocess.run(["git", "show", f"{BEFORE}:{RESULTS.relative_to(ROOT)}"], cwd=ROOT, capture_output=True)
-    before = {(row["repository"], row["path"]): row["verdict"] for row in json.loads(stored.stdout)["scripts"]}
-    found = {}
-    for way in ("all", "adapters", "critic", "teacher"):
-        those = [row for row in rows if way == "all" or way in ways_of(row["entry"], row["words"])]
-        found[way] = {
-            "scripts": len(those),
-            "before": Counter(before.get((row["repository"], row["path"]), "absent") for row in those),
-            "now": Counter(row["verdict"] for row in those),
-        }
-    return {"commit_before": BEFORE, "verdicts": found}
-
-
-def ways_of(entry: str, words: list[str]) -> set[str]:
-    """What a script trains beside all weights by rewards, or in their place, from the pairs that it passes."""
-    said = {match[2]: match[3].strip("'\"") for word in words if (match := PAIR.fullmatch(word)) and match[1] != "~"}
-    found = set()
-    ranks = (said.get(f"actor_rollout_ref.model.{key}", "0") for key in ("lora_rank", "lora.rank"))
-    if any(rank not in ("0", "", "null") for rank in ranks):
-        found.add("adapters")
-    if any(name in entry for name in TRAINERS) and said.get("algorithm.adv_estimator", "gae") == "gae":
-        found.add("critic")
-    if said.get("distillation.enabled", "").lower() == "true":
-        found.add("teacher")
-    return found
+    return 0
 
 
 _DATA = ("repository", "commit", "path", "entry", "options", "words")
@@ -177,71 +127,6 @@ def _launch(commands: list[list[str]]) -> list[str] | None:
     """The last command that starts one of verl's trainers with overrides."""
     found = [c for c in commands if any(map(ENTRY.search, c)) and sum(bool(PAIR.fullmatch(word)) for word in c) > 2]
     return found[-1] if found else None
-
-
-# ---------------------------------------------------------------- in small
-
-
-def _rehearsals(clones: dict[str, Path], path: str, given: list[str], work: Path) -> Iterator[bool]:
-    """Whether a rehearsal went well, of each script that imports; outcomes are printed and stored."""
-    command = f"scripts/evidence/verl_scripts.py --rehearse {' --set '.join((path, *given))}"
-    for name, clone in clones.items():
-        for file in sorted(clone.glob(path if path.endswith(".sh") else f"{path}/**/*.sh")):
-            script = str(file.relative_to(clone))
-            folder = work / name / script.removesuffix(".sh")
-            folder.mkdir(parents=True, exist_ok=True)
-            outcome = _imported(file, clone, given, folder)
-            if outcome["imports"]:
-                outcome |= _rehearsed(folder)
-                yield outcome["ok"]
-            outcome["words"] = outcome["words"].replace(str(clone), HOME)
-            print(f"{script}: {outcome['words']}", flush=True)
-            if changed := changes():
-                print(f"not stored, results name a commit:\n{changed}", file=sys.stderr)
-            else:
-                of_clone = {"repository": name, "script": script, "given": given, "clone": _commit(clone)}
-                _store(f"{name}/{script}", facts(command) | of_clone | outcome)
-
-
-def _imported(file: Path, clone: Path, given: list[str], folder: Path) -> dict[str, Any]:
-    """What `mrl import-verl` says of a script; its configuration lies in the folder then."""
-    known = [f"{name}={value}" for name, value in _known(file.read_text(encoding="utf-8"), clone).items()]
-    settings = [word for text in (*known, *given) for word in ("--set", text)]
-    written = ("-o", str(folder / "imported.yaml"))
-    done = _mrl("import-verl", str(file), *settings, "--json", "--accept-losses", *written)
-    if not done.stdout.strip():
-        return {"imports": False, "words": f"not imported: {done.stderr.strip()[-300:]}"}
-    said = json.loads(done.stdout.splitlines()[-1])
-    if not said["ok"]:
-        why = [f"{each['field']}: {each['rule']}" for each in said["violations"]] or said["warnings"]
-        return {"imports": False, "words": f"not imported: {'; '.join(why)}"}
-    lost = [each["key"] for kind in ("unsupported", "unknown") for each in said[kind]]
-    return {"imports": True, "verdict": said["verdict"], "lost": lost}
-
-
-def _rehearsed(folder: Path) -> dict[str, Any]:
-    """What `mrl rehearse` says of a folder's configuration, and that in words."""
-    done = _mrl("rehearse", str(folder / "imported.yaml"), "--work", str(folder / "rehearsal"), "--json")
-    (folder / "rehearsal.log").write_text(done.stdout + done.stderr)
-    if not done.stdout.strip():
-        return {"ok": False, "words": f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"}
-    said = json.loads(done.stdout.splitlines()[-1])
-    with_tools = any(each["switch"] == "rollout.turns" for each in said["exercised"])
-    words = f"rehearsed in {said['seconds']:.0f} s, {'with its tools' if with_tools else 'without tools'}"
-    if not said["ok"]:
-        words = "; ".join(f"{each['phase']}: {each['why']}" for each in said["failed"])
-    return {"ok": said["ok"], "seconds": said["seconds"], "with_tools": with_tools, "words": words}
-
-
-def _mrl(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", "from mrl.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def _store(script: str, outcome: dict[str, Any]) -> None:
-    stored = json.loads(REHEARSED.read_text(encoding="utf-8")) if REHEARSED.exists() else {}
-    stored[script] = outcome
-    REHEARSED.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- our reader beside it

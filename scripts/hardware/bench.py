@@ -1,11 +1,11 @@
-"""Whole updates of a slice of a real model: MFU beside the ceiling of the same run (scripts/bench/actor.py)."""
+"""Whole updates of a slice of a real model: MFU beside the ceiling of the same run."""
 
-import argparse
 import os
 import time
 from typing import Any
 
-from checks import ROOT, Figures, Machine, actor_bench, check
+from checks import ROOT, Figures, Machine, check
+from layer_slices import Slice, measure
 
 from mrl.units import GIB
 
@@ -108,6 +108,5 @@ def _launch_us(device: str) -> float:
 def _measured(
     machine: Machine, experts: int | None, layers: int | None = None, tokens: int | None = None, **more: Any
 ) -> Figures:
-    options = {"device": machine.device, "layers": layers, "tokens": tokens, "micro_batches": 4, "recompute": "full",
-               "experts": experts, "lora": 0, "one_sequence": False} | more  # fmt: skip
-    return actor_bench().measure(argparse.Namespace(**options))
+    own = Slice(tokens or machine.size(8192, 512), layers, experts, **more)
+    return measure(machine.device, own)

@@ -8,7 +8,6 @@ several parts says each as it is done (`Machine.part`), as a line of its own wit
 measured stays where the next part takes too long.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -191,14 +190,6 @@ def expect(holds: bool, otherwise: str) -> None:
     """Raises Wrong with `otherwise`."""
     if not holds:
         raise Wrong(otherwise)
-
-
-def actor_bench() -> Any:
-    """scripts/bench/actor.py as a module."""
-    spec = importlib.util.spec_from_file_location("bench_actor", ROOT / "scripts" / "bench" / "actor.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def quiet() -> None:

@@ -21,7 +21,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
-from checks import Figures, Machine, Skip, actor_bench, check, expect
+from checks import Figures, Machine, Skip, check, expect
+from layer_slices import sizes
 
 from mrl.units import GIB
 
@@ -69,11 +70,10 @@ def _config(machine: Machine, layers: int, settings: Figures) -> dict[str, Any]:
         "data": {"train_batch_size": 4, "max_prompt_length": 32, "max_response_length": _LENGTH},
         "cluster": {"device": machine.device, "placement": "colocated", "n_gpus_per_node": 1},
     })  # fmt: skip
-    sizes = actor_bench().sizes(machine.device)
-    sizes |= {"num_hidden_layers": machine.size(layers, 2, "layers"), "torch_dtype": dtype}
+    model = sizes(machine.device) | {"num_hidden_layers": machine.size(layers, 2, "layers"), "torch_dtype": dtype}
     if machine.small:  # whole blocks of 128
-        sizes |= {"head_dim": 128, "moe_intermediate_size": 128}
-    return {"config": with_values(config, settings).model_dump(), "sizes": sizes}
+        model |= {"head_dim": 128, "moe_intermediate_size": 128}
+    return {"config": with_values(config, settings).model_dump(), "sizes": model}
 
 
 def engine_environment(machine: Machine) -> dict[str, str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from checks import Figures, Machine, actor_bench, check, expect
+from checks import Figures, Machine, check, expect
 from host_reads import HostReads, site_of
+from layer_slices import of_presets
 from layers import DTYPE, one_rank, some_batch, tiny_moe
 
 # In layers of experts tokens go where the router says, and the host lays their rows out. All of it is Megatron's:
@@ -53,7 +54,7 @@ def _is_seen(machine: Machine) -> bool:
 
 
 def _asked_with(machine: Machine, folder: Path, overrides: dict[str, Any]) -> dict[str, int]:
-    actor = one_rank(machine, folder, DTYPE[machine.small], actor_bench().of_presets(machine.device) | overrides)
+    actor = one_rank(machine, folder, DTYPE[machine.small], of_presets(machine.device) | overrides)
     batch = some_batch()
     actor.gradients(batch)  # what is made once is made
     sites = asked(actor, batch, machine.device)

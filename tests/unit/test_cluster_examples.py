@@ -1,5 +1,6 @@
 """The examples for Kubernetes and Slurm are what KubeRay's schema and Slurm's manual pages allow, and start what they
-say.
+say. tests/unit/schemas has of these what the examples use; each file names version, commit and file of what it was cut
+out of.
 """
 
 import copy

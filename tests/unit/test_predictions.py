@@ -282,7 +282,7 @@ def test_what_an_actor_brings_to_the_host_and_back_takes_time():
 
 
 def own_lines() -> list[dict]:
-    """Updates and log-probs of slices of Qwen3-30B-A3B that one H100 took (scripts/bench/actor.py)."""
+    """Updates and log-probs of slices of Qwen3-30B-A3B that one H100 took (scripts/hardware/layer_slices.py)."""
     return [line for line in stored() if line["check"].startswith("actor") and "H100" in line["device"]]
 
 

@@ -18,26 +18,10 @@ def bench():
     return module
 
 
-def figures(wire: list[float], reference: list[float], total: list[float], export: list[float]) -> dict:
-    return {"wire_s": wire, "reference_s": reference, "total_s": total, "export_s": export}
-
-
 def test_a_ratio_is_taken_inside_a_round_so_that_a_slow_round_does_not_change_it(bench):
-    found = bench.summary(figures([1.0, 10.0, 1.2], [1.0, 8.0, 0.9], [2.0, 30.0, 2.0], [20.0, 300.0, 10.0]))
-    assert found["wire_s"] == 1.2 and found["reference_s"] == 1.0, "medians"
-    assert found["wire_ratio"] == 1.25, "the middle of 1, 1.25 and 1.33, not the ratio of the medians"
-    assert found["total_ratio"] == 0.1
-
-
-def test_before_is_held_against_after_by_each_clock(bench):
-    def of(wall: float, processor: float) -> dict:
-        return dict.fromkeys(bench.SECONDS, wall) | {"processor": dict.fromkeys(bench.SECONDS, processor)}
-
-    found = bench.times_faster({way: of(3.0, 2.0) for way in bench.KINDS}, {way: of(2.0, 1.0) for way in bench.KINDS})
-    assert found == {
-        **{way: dict.fromkeys(bench.SECONDS, 1.5) for way in bench.KINDS},
-        **{f"{way} processor": dict.fromkeys(bench.SECONDS, 2.0) for way in bench.KINDS},
-    }
+    found = bench.summary({"total_s": [2.0, 30.0, 2.0], "export_s": [20.0, 240.0, 10.0]})
+    assert found["total_s"] == 2.0 and found["export_s"] == 20.0, "medians"
+    assert found["total_ratio"] == 0.125, "the middle of 0.1, 0.125 and 0.2, not the ratio of the medians"
 
 
 def test_parts_that_time_themselves_count_processor_seconds_for_a_while(bench):
@@ -55,11 +39,11 @@ def test_parts_that_time_themselves_count_processor_seconds_for_a_while(bench):
 
 
 def test_goals_are_judged_by_ratios_of_a_round_and_by_each_depth(bench):
-    one = {"wire_ratio": 1.1, "digest_s": 0.05, "total_ratio": 0.11}
+    one = {"digest_s": 0.05, "total_ratio": 0.11}
     result = {
-        "bytes_moved": 7, "bytes_required": 7, "shm": one, "gloo": one | {"wire_ratio": 1.6},
+        "bytes_moved": 7, "bytes_required": 7, "shm": one, "gloo": one | {"total_ratio": 0.34},
         "peak_allowed_bytes": {"trainer": 10, "engine": 20},
         "peak_extra_bytes": {"8 layers": {"shm": {"trainer": 10, "engine": 21}}},
     }  # fmt: skip
     missed = {goal for goal, is_met in bench.verdicts(result).items() if not is_met}
-    assert missed == {"gloo wire <= 1.5 x reference", "shm engine memory at 8 layers"}
+    assert missed == {"gloo total <= 0.33 x export", "shm engine memory at 8 layers"}

@@ -8,13 +8,11 @@ import importlib.util
 import json
 import re
 import shlex
-import shutil
 import sys
 from collections import Counter
 from functools import cache
 from math import ceil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -190,54 +188,3 @@ def test_a_script_that_is_one_step_off_is_one_step_off_here(path):
     assert (ours["trainer.schedule"], ours["cluster.placement"]) == ("one_step_off", "separate")
     assert ours.get("algorithm.anchor", "recompute") == "recompute"
     assert ours["algorithm.rollout_correction.level"] is not None
-
-
-@pytest.mark.parametrize(
-    ("entry", "words", "ways"),
-    [
-        ("verl.trainer.main_ppo", ["actor_rollout_ref.model.lora_rank=32", "algorithm.adv_estimator=grpo"],
-            {"adapters"}),
-        ("verl.trainer.main_ppo", ["+actor_rollout_ref.model.lora.rank=16", "algorithm.adv_estimator=gae"],
-            {"adapters", "critic"}),
-        ("verl.trainer.main_ppo", ["actor_rollout_ref.model.lora_rank=0"], {"critic"}),  # verl's advantage by default
-        ("recipe.dapo.main_dapo", ["algorithm.adv_estimator=grpo", "distillation.enabled=True"], {"teacher"}),
-        ("verl.trainer.main_generation", ["data.path=x"], set()),
-    ],
-)  # fmt: skip
-def test_what_a_script_trains_is_read_off_its_words(entry, words, ways):
-    assert verl_scripts.ways_of(entry, words) == ways
-
-
-def test_scripts_that_import_are_rehearsed_and_the_others_told(tmp_path, monkeypatch, capsys):
-    """What is rehearsed is the configuration that the import wrote."""
-    (tmp_path / "clone").mkdir()
-    shutil.copy(Path(__file__).parent / "verl_scripts" / "grpo_8b_gsm8k.sh", tmp_path / "clone" / "good.sh")
-    (tmp_path / "clone" / "other.sh").write_text("echo nothing is started\n")
-    answers = [{"ok": False, "seconds": 1.0, "exercised": [], "failed": [{"phase": "train", "why": "it died"}]},
-        {"ok": True, "seconds": 1.0, "exercised": [{"switch": "rollout.turns"}], "failed": []}]  # fmt: skip
-    given, mrl = [], verl_scripts._mrl
-
-    def run(command, *arguments):
-        if command == "import-verl":
-            return mrl(command, *arguments)
-        given.append(yaml.safe_load(Path(arguments[0]).read_text())["actor"]["optim"]["lr"])
-        return SimpleNamespace(stdout=json.dumps(answers[-1]) + "\n", stderr="", returncode=0)
-
-    stored = tmp_path / "stored.json"
-    monkeypatch.setattr(verl_scripts, "_mrl", run)
-    monkeypatch.setattr(verl_scripts, "REHEARSED", stored)
-    monkeypatch.setattr(verl_scripts, "changes", lambda: "")
-    monkeypatch.setattr(verl_scripts, "_commit", lambda clone: "of the clone")
-    settings = ["actor.optim.lr=3e-7"]
-    for ok in (True, False):
-        clones = {"some/clone": tmp_path / "clone"}
-        assert list(verl_scripts._rehearsals(clones, "*.sh", settings, tmp_path / "work")) == [ok]
-        answers.pop()
-    said = capsys.readouterr().out.splitlines()
-    assert given == [3e-7] * 2 and len(said) == 4
-    assert "with its tools" in said[0] and "train: it died" in said[2] and "not imported" in said[1]
-    rows = json.loads(stored.read_text())
-    assert set(rows) == {"some/clone/good.sh", "some/clone/other.sh"}
-    good = rows["some/clone/good.sh"]
-    assert not good["ok"] and good["given"] == settings and good["clone"] == "of the clone"
-    assert not rows["some/clone/other.sh"]["imports"]

@@ -1,8 +1,5 @@
 """MFU of the update and of a pass of log-probs, on as many layers of Qwen3-30B-A3B as one device holds.
 
-    python scripts/bench/actor.py [--json] [--device cuda|npu|cpu] [--layers N --tokens 8192 --recompute full
-        --experts 16]
-
 One rank of the real actor (Megatron's layers, the distributed optimizer, packed sequences of mixed lengths), weights as
 they are at a model's birth. FLOPs are those of the sequences as they are, with the experts that a token is sent to; a
 layer that is computed twice counts once. The ceiling is a large matrix product of the same run. Half the layers are
@@ -10,14 +7,12 @@ measured too: their difference extrapolates to all 48, which stands beside what 
 held them. On a CPU all sizes are small, and only that it runs is worth something.
 """
 
-import argparse
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +29,23 @@ FUSED = {"apply_rope_fusion": True, "moe_permute_fusion": True}
 _PASSES = 3  # a forward and its backward, of which each costs two
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one object")
-    parser.add_argument("--device", choices=("cuda", "npu", "cpu"))
-    parser.add_argument("--layers", type=int, help="default: as many as fit, at most 48; an even number")
-    parser.add_argument("--tokens", type=int, help="of a micro-batch; default 8192, on a CPU 512")
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--recompute", choices=("full", "none"), default="full")
-    parser.add_argument("--experts", type=int, help="of a layer on this device; default: all; 16 are those of EP8")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters alone; 0: all weights")
-    parser.add_argument("--one-sequence", action="store_true", help="a micro-batch is one sequence")
-    options = parser.parse_args()
-    report = measure(options)
-    if options.json:
-        print(json.dumps(report))
-        return
-    for name, value in report.items():
-        print(f"{name:28}{value:.4g}" if isinstance(value, float) else f"{name:28}{value}")
+@dataclass(frozen=True)
+class Slice:
+    """What is measured. `layers`: an even number; None: as many as fit."""
+
+    tokens: int  # of a micro-batch
+    layers: int | None = None
+    experts: int | None = None  # of a layer on this device; None: all; 16 are those of EP8
+    micro_batches: int = 4
+    lora: int = 0  # rank of adapters, which are trained alone; 0: all weights
+    one_sequence: bool = False  # a micro-batch is one sequence
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The report; `options` as `main` parses them."""
+def measure(device: str, options: Slice) -> dict[str, Any]:
+    """The figures of a slice."""
     from mrl.platforms import get_platform
-    from mrl.platforms.inventory import detect_kind
     from mrl.platforms.layers import layers
 
-    device = options.device or detect_kind()
     platform, kind = get_platform(device), "torch"
     if device != "cpu":
         platform.set_device(0)
@@ -69,10 +54,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.experts:
         config["num_experts"] = options.experts
     depth = options.layers or fitting_layers(device, config, kind)
-    tokens = options.tokens or (512 if device == "cpu" else 8192)
-    runs = {n: _Run(platform, config, n, tokens, options) for n in dict.fromkeys((max(depth // 2, 1), depth))}
+    runs = {n: _Run(platform, config, n, options) for n in dict.fromkeys((max(depth // 2, 1), depth))}
     found = {n: run.times() for n, run in runs.items()}
-    return _report(platform, runs[depth], found) | {"layers_computed": depth, "tokens": tokens}
+    return _report(platform, runs[depth], found) | {"layers_computed": depth, "tokens": options.tokens}
 
 
 def sizes(device: str) -> dict[str, Any]:
@@ -100,13 +84,11 @@ def fitting_layers(device: str, config: dict[str, Any], kind: str) -> int:
 class _Run:
     """One depth."""
 
-    def __init__(
-        self, platform: Any, config: dict[str, Any], layers: int, tokens: int, options: argparse.Namespace
-    ) -> None:
-        self.platform, self.layers, self.tokens, self.options = platform, layers, tokens, options
+    def __init__(self, platform: Any, config: dict[str, Any], layers: int, options: Slice) -> None:
+        self.platform, self.layers, self.options = platform, layers, options
         self.config = config | {"num_hidden_layers": layers}
         parts = (1,) if options.one_sequence else (4, 4, 8, 8, 16, 16, 16, 16)
-        self.batch = _batch([tokens // part for part in parts] * options.micro_batches, config["vocab_size"])
+        self.batch = _batch([options.tokens // part for part in parts] * options.micro_batches, config["vocab_size"])
 
     def times(self) -> dict[str, float]:
         """Seconds of an update and of a pass of log-probs, and GiB at most; the model is gone afterwards."""
@@ -166,14 +148,13 @@ def _actor(folder: Path, run: _Run) -> Any:
 
     rows, layout = len(run.batch), {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    given = recompute if run.options.recompute == "full" else {}
-    overrides = prepare_process(run.platform.name, layout, given | of_presets(run.platform.name))
+    overrides = prepare_process(run.platform.name, layout, recompute | of_presets(run.platform.name))
     dtype = "float32" if run.platform.name == "cpu" else "bfloat16"
     config = RunConfig.model_validate({
         "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True,
                   "override_transformer_config": overrides},
         "actor": {"layout": layout, "optim": {"lr": 1e-6}, "ppo_mini_batch_size": rows, "use_dynamic_bsz": True,
-                  "ppo_max_token_len_per_gpu": run.tokens, "lora": {"rank": run.options.lora}},
+                  "ppo_max_token_len_per_gpu": run.options.tokens, "lora": {"rank": run.options.lora}},
         "rollout": {"n": 1}, "data": {"train_batch_size": rows}, "cluster": {"device": run.platform.name},
     })  # fmt: skip
     from mrl.rank import actor as module
@@ -206,7 +187,7 @@ def _report(platform: Any, run: _Run, found: dict[int, dict[str, float]]) -> dic
     forward = forward_flops(model_spec(run.config), lengths, predicted)
     seconds, peak, tokens = found[run.layers], published or ceiling, sum(lengths)
     return {
-        "device": name, "kernels": run.kernels, "recompute": run.options.recompute, "sequences": len(lengths),
+        "device": name, "kernels": run.kernels, "recompute": "full", "sequences": len(lengths),
         "tokens_per_s": tokens / seconds["update"], "mfu": _PASSES * forward / seconds["update"] / peak,
         "share_of_ceiling": _PASSES * forward / seconds["update"] / ceiling, "ceiling_tflops": ceiling / 1e12,
         "published_tflops": published and published / 1e12, "update_s": seconds["update"],
@@ -232,7 +213,7 @@ def _extrapolated(run: _Run, found: dict[int, dict[str, float]], peak: float) ->
     whole = known_hf_config(MODEL)["num_hidden_layers"]
     spec = replace(model_spec(run.config), num_layers=whole, moe_layers=tuple(range(whole)))
     forward = forward_flops(spec, run.batch.lengths.tolist(), int(run.batch.response_lengths.sum()))
-    passes = update_passes(Recompute("full" if run.options.recompute == "full" else None)).compute
+    passes = update_passes(Recompute("full")).compute
     measured = more["update"] + (whole - many) * layer
     planned = passes * forward / (peak * USUAL.compute_share)
     return {
@@ -241,8 +222,3 @@ def _extrapolated(run: _Run, found: dict[int, dict[str, float]], peak: float) ->
         "planned_of_48_layers_s": planned,
         "measured_over_planned": measured / planned,
     }
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    main()
