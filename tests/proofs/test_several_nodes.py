@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,17 @@ def world(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_one_node(world, tmp_path_factory) -> dict[str, Path]:
-    """Run directories of the run on one node, by the path of its weight sync."""
-    runs = {path: tmp_path_factory.mktemp("one") / path for path in ("fast", "slow")}
-    for path, run in runs.items():
+def on_one_node(world, tmp_path_factory) -> Callable[[str], Path]:
+    """The directory of the run on one node, by the path of its weight sync; made once."""
+
+    @cache
+    def made(path: str) -> Path:
+        run = tmp_path_factory.mktemp("one") / path
         with cluster(1) as rays:
             train(rays, run, settings(world, 1, reshard__path=path))
-    return runs
+        return run
+
+    return made
 
 
 def settings(world: Path, nodes: int, steps: int = STEPS, **more: Any) -> list[str]:
@@ -123,7 +128,7 @@ def test_a_run_over_several_nodes_has_the_bits_of_the_one_on_one(on_one_node, wo
         sent = [node.sent_bytes for node in rays.net.nodes]
     remote = [row[REMOTE] for row in read_metrics(tmp_path / "run" / METRICS) if REMOTE in row]
     print(f"bytes that each node sent: {sent}; of weight syncs, as the run counts them: {remote}")
-    assert difference(on_one_node[path], tmp_path / "run") is None
+    assert difference(on_one_node(path), tmp_path / "run") is None
     if path == "fast":
         assert len(remote) == STEPS and min(remote) > 0
 
@@ -135,7 +140,7 @@ def test_a_job_that_is_handed_in_from_another_node_is_the_same_run(on_one_node, 
         words = ["submit", "--address", api, str(PRESET), "--run-dir", str(run), *settings(world, 2)]
         code, said = end_of(rays.mrl(*words, node=rays.net.nodes[1], cwd=ROOT))
     assert code == 0, said[-4000:]
-    assert difference(on_one_node["fast"], run) is None
+    assert difference(on_one_node("fast"), run) is None
 
 
 def test_a_run_directory_that_is_another_folder_on_each_node_is_refused_before_a_model_is_loaded(world):
@@ -194,7 +199,7 @@ def test_a_node_that_dies_and_is_replaced_costs_no_bit(on_one_node, world, tmp_p
         assert process.wait(RUN_S) == 0, log.read_text()[-4000:]
     print(f"noticed after {noticed:.1f} s")
     assert GOES_ON.search(log.read_text()) and noticed < NOTICED_S
-    assert difference(on_one_node["fast"], run) is None
+    assert difference(on_one_node("fast"), run) is None
 
 
 def test_ports_that_are_closed_between_nodes_end_the_start_with_the_address_and_port(world, tmp_path):
