@@ -38,7 +38,7 @@ try:
         watch,
     )
     from mrl.cli.config_arguments import refuse_leftovers
-    from mrl.errors import VERBOSE, ConfigError, Interrupted, MrlError, printable
+    from mrl.errors import VERBOSE, ConfigError, EnvironmentFault, Interrupted, MrlError, printable
     from mrl.record.lossy_output import lossy
     from mrl.tools.own_command import DEFECT, SUPERVISED
 except KeyboardInterrupt:  # these take half a second, in which a user may change his mind
@@ -62,6 +62,7 @@ EXIT_CODES = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `mrl`."""
+    _open_closed_streams()
     try:
         _main(arguments)
     except KeyboardInterrupt:
@@ -74,11 +75,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(DEFECT) from None
 
 
+def _open_closed_streams() -> None:
+    """Opens the null device as each standard stream that was closed (`>&-`). Files and pipes would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # also where it was opened under that number
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def _main(arguments: Sequence[str] | None) -> None:
     with ExitStack() as stack:
         stack.enter_context(redirect_stderr(_Plain(sys.stderr)))
         parser = make_parser()
-        options, leftovers = parser.parse_known_args(arguments)
+        options, leftovers = _parsed(parser, arguments)
         if getattr(options, "verbose", False):
             os.environ[VERBOSE] = "1"
         if options.command in PASS_ON:
@@ -93,6 +105,14 @@ def _main(arguments: Sequence[str] | None) -> None:
         sys.stdout.flush()
 
 
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    with redirect_stdout(_Answer(sys.stdout)) as answer:
+        try:
+            return parser.parse_known_args(arguments)
+        finally:
+            answer.flush()  # of --help and --version
+
+
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers: Sequence[str]) -> None:
     if options.run is None:
         options.parser.print_help(sys.stderr)
@@ -101,6 +121,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers
         if leftovers:
             refuse_leftovers(options, leftovers)
             parser.error(f"unrecognized arguments: {' '.join(leftovers)}")
+        _check_directory()
         options.run(options)
     except MrlError as error:
         print("\n".join([f"mrl {options.command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
@@ -110,6 +131,16 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers
         raise SystemExit(Interrupted.exit_code) from None
 
 
+def _check_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise EnvironmentFault(
+            f"the current directory cannot be used ({error.strerror}), and relative paths start there; cd to one that "
+            "exists"
+        ) from None
+
+
 class _Plain:
     """A text stream that makes control characters harmless. Names, messages and answers come from other people."""
 
@@ -117,7 +148,11 @@ class _Plain:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return self._stream.write(printable(text))
+        try:
+            return self._stream.write(printable(text))
+        except UnicodeEncodeError:  # a terminal of Latin-1, as the locale or PYTHONIOENCODING says
+            encoding = self._stream.encoding
+            return self._stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -143,8 +178,15 @@ class _Answer(_Plain):
         try:
             yield
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # otherwise the interpreter's flush fails
+            self._give_up()
             raise SystemExit(128 + signal.SIGPIPE) from None
+        except OSError as error:
+            self._give_up()
+            print(f"mrl: the output cannot be written: {error.strerror}", file=sys.stderr)
+            raise SystemExit(EnvironmentFault.exit_code) from None
+
+    def _give_up(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # otherwise the interpreter's flush fails
 
 
 class _Version(argparse.Action):

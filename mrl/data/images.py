@@ -107,7 +107,7 @@ def _of_mapping(entry: Mapping[str, Any], number: int) -> Any:
 def bytes_in_url(url: str) -> bytes | None:
     """Returns the bytes that a data URL holds as base64; None for any other URL. Raises ValueError for bad base64."""
     head, comma, data = url.partition(",")
-    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+    if not comma or not re.fullmatch("data:.*;base64", head, re.IGNORECASE):
         return None
     return b64decode("".join(data.split()), validate=True)
 

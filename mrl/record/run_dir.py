@@ -257,6 +257,8 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             step = row["training/global_step"]
             if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < MOST_STEPS:
                 raise ValueError(f"step {str(step)[:40]}")
+            if below := next((name for name, value in row.items() if isinstance(value, dict | list)), None):
+                raise ValueError(f"{below} is no number")
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); repair or remove the line") from error
         yield line, row

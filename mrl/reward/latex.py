@@ -87,6 +87,9 @@ _EMPTY = re.compile(r"\\varnothing|\\\{\s*\\\}")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[a-z])(?![a-zA-Z])")
 _NO_COMMAND = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|(?:sqrt|exp|sin|cos|tan|log|ln)(?=\())")
 _ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+_BASE = re.compile(r"\\log\s*_\s*([0-9a-z])\s*")  # of a logarithm, without braces
+# a number as programs print it; 2e-1 with one digit stays 2 times the constant, minus 1
+_PRINTED = re.compile(r"(?<![\w.])(?:(1|\d*\.\d+)[eE]([+-]?\d{1,3})|(\d+)[eE](\d{1,3}|[+-]\d\d\d?))(?![\w.])", re.ASCII)
 _PLUS_NEGATIVE = re.compile(r"(?<=[\w)}])\s*\+\s*-\s*(?=[\w\\(.])")
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])")
 
@@ -97,6 +100,8 @@ _BRACED = rf"\{{\s*([+-]?)\s*({_DECIMAL})\s*\}}"
 _RATIO = re.compile(rf"\\frac{_BRACED}{_BRACED}|({_DECIMAL})\s*/\s*([+-]?)({_DECIMAL})", re.ASCII)
 _MIXED = re.compile(r"(\d+)\s*\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(\d+) (\d+)/(\d+)", re.ASCII)
 _SCIENTIFIC = re.compile(rf"(?:({_DECIMAL})\s*\\(?:times|cdot)\s*)?10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|(\d))", re.ASCII)
+
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\s*(?:\{(\d+)\}|(\d))", re.ASCII)
 
 _OPEN = "(["
 _CLOSE = ")]"
@@ -132,6 +137,8 @@ def clean(text: str) -> str:
     text = _NO_COMMAND.sub(lambda m: rf"\{m[0]} ", text)
     text = _TIMES_BINOMIAL.sub(lambda m: r"\cdot ", _in_braces(_before_its_parts(text)))
     text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", _ROUND_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text))
+    text = _PRINTED.sub(lambda m: rf"{m[1] or m[3]} \times 10^{{{int(m[2] or m[4])}}}", text)
+    text = _BASE.sub(lambda m: rf"\log_{{{m[1]}}} ", text)
     text = _PLUS_NEGATIVE.sub("-", re.sub(r"\s+", " ", text)).strip()
     text = text.removeprefix("=").lstrip()
     text = _without_braces(text[:-1].rstrip() if text.endswith(".") else text)
@@ -250,7 +257,7 @@ def _number(text: str) -> Fraction | None:
     if _PLAIN.fullmatch(text):
         return sign * _fraction(text)
     try:
-        for pattern, value in ((_RATIO, _ratio), (_MIXED, _mixed), (_SCIENTIFIC, _scientific)):
+        for pattern, value in _NUMBERS:
             if match := pattern.fullmatch(text):
                 return sign * value(*match.groups())
     except (ZeroDivisionError, OverflowError):
@@ -277,6 +284,18 @@ def _scientific(digits: str | None, braced: str, plain: str) -> Fraction:
     if abs(exponent) > LARGEST_EXPONENT:
         raise OverflowError
     return _fraction(digits or "1") * Fraction(10) ** exponent
+
+
+def _repeating(whole: str, before: str, braced: str | None, plain: str) -> Fraction:
+    """0.1\\overline{6} is (16 - 1) / 90."""
+    period = braced or plain
+    once = Fraction(int(whole + before + period) - int(whole + before or "0"), 10 ** len(period) - 1)
+    return once / 10 ** len(before)
+
+
+_NUMBERS = (
+    (_RATIO, _ratio), (_MIXED, _mixed), (_SCIENTIFIC, _scientific), (_REPEATING, _repeating),
+)  # fmt: skip
 
 
 def same_quantity(truth: Quantity, answer: Quantity) -> bool:

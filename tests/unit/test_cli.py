@@ -1,6 +1,7 @@
 """The command line's manners: help, exit codes, machine-readable verdicts, values that arrive as they were given."""
 
 import argparse
+import io
 import json
 import runpy
 import signal
@@ -16,7 +17,7 @@ from small_model import SIZES
 
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, file_facts, write_manifest
 from mrl.cli.config_arguments import resolved_config
-from mrl.cli.main import main
+from mrl.cli.main import _Plain, main
 from mrl.cli.train import _command as train_command
 from mrl.driver.resume import what_is_left
 from mrl.errors import Interrupted
@@ -156,6 +157,44 @@ def test_a_command_whose_reader_has_gone_ends_as_any_other_does():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(30) == 128 + signal.SIGPIPE
+
+
+def in_shell(redirected: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a shell, whose text has "$@" in place of the command."""
+    command = [sys.executable, "-m", "mrl.cli.main", *arguments]
+    return subprocess.run(["sh", "-c", redirected, "sh", *command], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["completion", "bash"]])
+def test_an_output_that_cannot_be_written_is_told_in_one_line(arguments):
+    """/dev/full stands for a full disk, as in coreutils' tests/misc/write-errors.sh."""
+    ended = in_shell('"$@" > /dev/full', *arguments)
+    assert (ended.returncode, ended.stderr) == (4, "mrl: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code"),
+    [(">&-", ["completion", "bash"], 0), ("2>&-", ["validate", "none.yaml"], 2), ("<&- >&- 2>&-", ["--version"], 0)],
+)
+def test_closed_streams_are_as_the_null_device(closed, arguments, code):
+    """As daemons start programs; files that a command opens must not get the number of its output."""
+    ended = in_shell(f'"$@" {closed}', *arguments)
+    assert (ended.returncode, ended.stderr) == (code, "")
+
+
+def test_a_current_directory_that_is_gone_is_told_in_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    ended = in_shell('rmdir "$PWD"; exec "$@"', "validate", TINY, cwd=tmp_path / "gone")
+    assert ended.returncode == 4 and ended.stderr.count("\n") == 1
+    assert "the current directory cannot be used (No such file or directory)" in ended.stderr
+
+
+def test_characters_that_a_terminal_has_not_are_written_as_escape_sequences():
+    """PYTHONIOENCODING=latin-1, or the locale en_US.ISO-8859-1."""
+    raw = io.BytesIO()
+    stream = _Plain(io.TextIOWrapper(raw, encoding="latin-1", write_through=True))
+    stream.write("größe 模\u2028")
+    assert raw.getvalue() == "größe ".encode("latin-1") + b"\\u6a21\\u2028"
 
 
 @pytest.mark.parametrize("given", ['"<eos>"', "[1, null]", "{}", "true", "1.5", "-1", "999999", "{", "\ufeff1"])

@@ -1302,6 +1302,28 @@ def test_an_entry_point_below_a_folder_of_recipes_is_found_and_all_checkpoints_a
     assert (out.values["cluster.nnodes"], out.values["trainer.max_actor_ckpt_to_keep"]) == (3, 1_000_000)
 
 
+OWN_CODE = (
+    "recipe.sppo.main_sppo", "recipe.spin.main_spin", "recipe.prime.main_prime", "recipe.flowrl.main_flowrl",
+    "recipe.spo.spo_main_ppo", "recipe.rl.math.main_dapo_fit", "verl.trainer.main_ppo_format",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", OWN_CODE)
+def test_a_module_with_code_of_its_own_is_a_loss_though_all_of_its_keys_are_carried(entry):
+    """SPPO's script has no key that verl.trainer.main_ppo has not: its loss (recipe/sppo/dp_actor.py of verl-recipe
+    48ea0a79) stands in code. The last one is Search-R1's, with another reward.
+    """
+    (loss,) = launched("trainer.nnodes=1", entry).losses
+    assert (loss.key, loss.value) == ("module", entry) and "loss, estimator or reward" in loss.why
+
+
+@pytest.mark.parametrize(
+    "entry", ["verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "recipe.entropy.main_entropy", "dapo.main_dapo"]
+)
+def test_a_module_that_trains_as_its_keys_say_is_no_loss(entry):
+    assert not launched("trainer.nnodes=1", entry).losses
+
+
 @pytest.mark.parametrize("entry", ["recipe.dapo.main_dapo", "verl_recipe.dapo.main_dapo", "dapo.main_dapo"])
 def test_dapo_by_its_entry_point_has_the_reward_manager_of_its_file(entry):
     assert launched("", entry).values["reward.reward_manager"] == "dapo"

@@ -643,6 +643,14 @@ def damaged_metrics(path):
     return run.path, "metrics.jsonl:2: not a metrics line"
 
 
+def nested_metrics(path):
+    """Metrics below a key, as in the rows of verl's FileLogger (verl/utils/tracking.py)."""
+    run = write_run(path / "run")
+    row = {"training/global_step": 1, "critic/score/mean": {"math": 0.5}}
+    run.metrics.write_text(json.dumps(row) + "\n")
+    return run.path, "metrics.jsonl:1: not a metrics line (ValueError('critic/score/mean is no number'))"
+
+
 def damaged_config(path):
     run = write_run(path / "run")
     run.config.write_bytes(b"\x00\xff garbage")
@@ -657,7 +665,17 @@ def plan_of_another_version(path):
 
 @pytest.mark.parametrize(
     "case",
-    [no_folder, a_file, empty, above_runs, no_step, damaged_metrics, damaged_config, plan_of_another_version],
+    [
+        no_folder,
+        a_file,
+        empty,
+        above_runs,
+        no_step,
+        damaged_metrics,
+        nested_metrics,
+        damaged_config,
+        plan_of_another_version,
+    ],
     ids=lambda c: c.__name__,
 )
 def test_what_is_no_run_ends_with_one_message(tmp_path, capsys, case):

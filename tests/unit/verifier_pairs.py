@@ -131,7 +131,15 @@ EXPRESSIONS = [
     ("x^2+y^2=1", ["y^2+x^2=1"], ["x^2+y^2=2", "x^2-y^2=1", "1", "x^2+y^2"]),
     ("x>3", ["x > 3", r"x \gt 3"], ["x<3", r"x\ge 3", "3", "x>4"]),
     (r"\sin^2 x", [r"\sin^2 x", r"1-\cos^2 x"], [r"\cos^2 x", r"\sin x", r"\sin 2x"]),
-    (r"\log_2 3", [r"\log_2 3", r"\log_{2} 3"], [r"\log_3 2", r"\ln 3"]),
+    (r"\log_2 3", [r"\log_2 3", r"\log_{2} 3", r"\log_2(3)", r"\log_{2}{3}", r"\frac{\ln 3}{\ln 2}", r"\log_23"],
+        [r"\log_3 2", r"\ln 3", r"\log 23", r"\frac{\ln 2}{\ln 3}"]),
+    # as Python, JSON and JavaScript print numbers: repr(0.000001) is 1e-06
+    ("1e-06", ["0.000001", r"10^{-6}", "1e-6", r"1 \times 10^{-6}", r"\frac{1}{10^6}"], ["0.00001", "1e-5", "1", "e"]),
+    ("1500", ["1.5e3", "1.5E+03", "15e2"], ["1.5e2", "15e3"]),
+    ("2e-1", ["-1+2e", "2e-1"], ["2e+1", "2e"]),
+    (r"\frac{1}{3}", [r"0.\overline{3}", r".\overline3", r"0.3\overline{3}", r"0.\overline{33}"],
+        [r"0.\overline{31}", "0.333", r"0.\overline{3", r"0.\overline{3}1"]),
+    (r"0.1\overline{6}", [r"\frac16", r"0.1\overline{6}", r"0.16\overline{6}"], ["0.16", r"0.\overline{16}"]),
     (r"\infty", [r"\infty", "∞"], [r"-\infty", r"\frac{1}{0}", "9999999999", "10^{99}"]),
 ]  # fmt: skip
 

@@ -33,10 +33,15 @@ from mrl.tools.import_verl.verl_command import (
     from_arguments,
     from_script,
     says_megatron,
+    trains_by_own_code,
 )
 from mrl.tools.import_verl.verl_defaults import SAY_NOTHING, VERL_DEFAULTS
 from mrl.tools.import_verl.verl_keys import is_section, is_verls, nearest, releases
 
+_OWN_CODE = (
+    "its code is not read, and may have a loss, estimator or reward that no key names; where it trains as "
+    "verl.trainer.main_ppo does, name that module in the script"
+)
 # mrl's keys whose default differs from verl's -> verl's key. Keys of the policy loss hold only for losses that read
 # them.
 _OTHER_DEFAULT = {
@@ -123,6 +128,8 @@ def translate(
     for override in command.overrides:
         _translate_override(override, out, settings)
     carry_schedule(out, settings)
+    if trains_by_own_code(command.entry):
+        out.leave("unsupported", "module", command.entry, _OWN_CODE)
     drop_unread_starts(out, settings)
     complete_distillation(out)
     _defaults(out, settings)
