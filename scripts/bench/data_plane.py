@@ -446,18 +446,10 @@ def store_bytes(responses: int, routes: bool) -> int:
     return max(4 * 1024**3, responses * 7_000_000) if routes else 1024**3
 
 
-def child_command(responses: int, routes: bool = False) -> list[str]:
-    """The command of a child."""
-    words = [sys.executable, __file__, "--child", "--responses", str(responses)]
-    if routes:
-        words.append("--routes")
-    return words
-
-
 def measured_apart(responses: int, routes: bool) -> dict:
     """Figures of a size, from a child process."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = child_command(responses, routes)
+    command = [sys.executable, __file__, "--child", "--responses", str(responses), *(["--routes"] if routes else [])]
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
     return {"responses": responses} | json.loads(done.stdout.splitlines()[-1])
 

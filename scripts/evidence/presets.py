@@ -7,20 +7,14 @@ Seconds are predictions of a step without its sync.
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stamp import facts
 
 from mrl.config.load import load_config
-from mrl.config.schema import RunConfig
 from mrl.model import planning_model_spec
-from mrl.plan.devices import USUAL, faster, slower
-from mrl.plan.generation_times import generation_parts
-from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
-from mrl.plan.step_work import mean_lengths
-from mrl.plan.times import actor_seconds, phase_seconds
+from mrl.plan.plan_inputs import device_for
 from mrl.platforms.versions import MEGATRON
 from mrl.tools.run_search import fastest_run, step_of
 from mrl.tools.search import search
@@ -60,34 +54,7 @@ def row_of(name: str) -> dict[str, Any]:
         "over_best": round(seconds / best.seconds, 3),
         "best": best.settings,
         "reason": reason_of(name),
-        "longest_parts": parts_of(config, max(now, key=now.get)),
-        **_throughput(config),
     }
-
-
-def parts_of(config: RunConfig, phase: str) -> dict[str, float]:
-    """Shares of a phase, the largest first."""
-    inputs = PlanInputs.of(config, planning_model_spec(config.model.path)[0], device_for(config))
-    batch = batch_plan(config, inputs.train)
-    if phase == "generation":
-        seconds = generation_parts(inputs, batch, engine_of(inputs))
-    else:
-        log_probs, update = actor_seconds(inputs, batch)
-        seconds = asdict({"log_prob": log_probs, "update": update}[phase])
-    whole = sum(seconds.values())
-    return {part: round(seconds[part] / whole, 3) for part in sorted(seconds, key=lambda part: -seconds[part])}
-
-
-def _throughput(config: RunConfig) -> dict[str, list[float]]:
-    """Tokens a second and device of low, expected and high predictions, fastest first."""
-    model, device, rates = planning_model_spec(config.model.path)[0], device_for(config), []
-    devices = config.cluster.nnodes * config.cluster.n_gpus_per_node
-    for assumed in (faster(USUAL), USUAL, slower(USUAL)):
-        inputs = PlanInputs.of(config, model, device, assumed)
-        batch = batch_plan(config, inputs.train)
-        tokens = batch.samples * mean_lengths(config, assumed).total
-        rates.append(round(tokens / sum(phase_seconds(inputs, batch, engine_of(inputs)).values()) / devices, 1))
-    return {"tokens_per_s_and_device": rates}
 
 
 def text_of(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
