@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What `mrl plan` predicts of runs that others have published, beside what they measured.
 
-The runs are those of docs/source/published_runs.yaml.
+The runs are those of docs/source/published_runs.yaml, with the configurations of published_bases.yaml.
 
     python scripts/published_runs.py     prints a row a run, with its phases
 
@@ -32,167 +32,13 @@ from mrl.reshard.plan import ReshardPlan
 _SOURCE = Path(__file__).resolve().parents[1] / "docs" / "source"
 FILE = _SOURCE / "published_runs.yaml"
 DRAFTS = _SOURCE / "published_drafts.yaml"
+BASES = yaml.safe_load((_SOURCE / "published_bases.yaml").read_text(encoding="utf-8"))["bases"]
 HALF = "half"  # of the limit: the length is unknown, and taken as a plan takes it
-_ENDS = {f"actor.layout.num_layers_in_{end}_pipeline_stage": 11 for end in ("first", "last")}
-_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_OFFLOADED = dict.fromkeys(("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload"), True)
-_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 # Hosts of others' servers, over the virtual machine's that was measured: one value for all their runs. NeMo-RL's run
 # with one step behind has at most 0.8, since its 16 training devices are done in 152 s.
 _SERVERS = 0.6
 # H800: an H100 with NVLink of 400 GB/s both ways
 _H800 = replace(find_device("h100-80g"), name="H800", node_rate=200e9)
-_NEMO = _OFFLOADED | {
-    "actor.override_ddp_config": _OVERLAP,
-    "actor.ppo_micro_batch_size_per_gpu": 1,
-    "rollout.max_num_seqs": 1024,  # of vLLM for these devices
-    "rollout.gpu_memory_utilization": 0.6,
-    "rollout.n": 32,
-    "data.max_prompt_length": 212,  # 106 on average: tokens/s less what is generated
-    "cluster.placement": "colocated",
-}
-_BASES: dict[str, dict[str, Any]] = {
-    "nemo-30b": _NEMO
-    | {
-        "model.path": "Qwen3-30B-A3B",
-        "actor.layout.world_size": 32,
-        "actor.layout.expert_model_parallel_size": 8,
-        "actor.ppo_mini_batch_size": 16,
-        "actor.log_prob_micro_batch_size_per_gpu": 2,
-        "rollout.tensor_model_parallel_size": 2,
-        "rollout.num_engines": 16,
-        "data.train_batch_size": 64,
-        "data.max_response_length": 3990,
-        "cluster.nnodes": 4,
-    },
-    "nemo-235b": _NEMO
-    | _ENDS
-    | {
-        "model.path": "Qwen3-235B-A22B",
-        "model.override_transformer_config": _FULL,
-        "actor.layout.world_size": 128,
-        "actor.layout.tensor_model_parallel_size": 2,
-        "actor.layout.context_parallel_size": 2,
-        "actor.layout.pipeline_model_parallel_size": 8,
-        "actor.layout.expert_model_parallel_size": 16,
-        "actor.ppo_mini_batch_size": 16,
-        "rollout.tensor_model_parallel_size": 16,
-        "rollout.num_engines": 8,
-        "data.train_batch_size": 16,
-        "data.max_response_length": 8086,
-        "cluster.nnodes": 16,
-    },
-    "pai-30b": {
-        "model.path": "Qwen3-30B-A3B",
-        "actor.layout.world_size": 16,
-        "actor.override_ddp_config": _OVERLAP,
-        "actor.ppo_micro_batch_size_per_gpu": 1,
-        "actor.ppo_mini_batch_size": 128,
-        "data.train_batch_size": 128,
-        "data.max_prompt_length": 1,
-        "data.max_response_length": 8191,
-        "rollout.n": 1,
-        "cluster.nnodes": 2,
-    },
-    "pai-235b": {
-        "model.path": "Qwen3-235B-A22B",
-        "model.override_transformer_config": _FULL,
-        "actor.layout.world_size": 256,
-        "actor.layout.pipeline_model_parallel_size": 32,
-        "actor.layout.virtual_pipeline_model_parallel_size": 3,
-        "actor.layout.account_for_embedding_in_pipeline_split": True,
-        "actor.layout.account_for_loss_in_pipeline_split": True,
-        "actor.layout.expert_model_parallel_size": 8,
-        "actor.override_ddp_config": _OVERLAP,
-        "actor.ppo_micro_batch_size_per_gpu": 4,
-        "actor.ppo_mini_batch_size": 4096,
-        "data.train_batch_size": 4096,
-        "data.max_prompt_length": 1,
-        "data.max_response_length": 4095,
-        "rollout.n": 1,
-        "cluster.nnodes": 32,
-    },
-    "sync-30b": {
-        "model.path": "Qwen3-30B-A3B",
-        "actor.layout.world_size": 16,
-        "actor.layout.pipeline_model_parallel_size": 2,
-        "actor.layout.expert_model_parallel_size": 8,
-        "actor.ppo_mini_batch_size": 16,
-        "actor.ppo_micro_batch_size_per_gpu": 1,
-        "rollout.tensor_model_parallel_size": 8,
-        "rollout.num_engines": 2,
-        "data.train_batch_size": 16,
-        "data.max_prompt_length": 1024,
-        "data.max_response_length": 8192,
-        "cluster.nnodes": 4,
-    },
-}
-_BASES["zoo-235b"] = _BASES["pai-235b"]  # on H100
-_CPU_ADAM = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
-_VERL = _OFFLOADED | {  # limits of its scripts for DAPO-Math-17k
-    "model.path": "Qwen3-30B-A3B",
-    "data.max_prompt_length": 2048,
-    "data.max_response_length": 8192,
-    "actor.ppo_micro_batch_size_per_gpu": 1,
-    "actor.ppo_max_token_len_per_gpu": 10240,
-    "cluster.placement": "colocated",
-}
-# verl/experimental/fully_async_policy/shell/grpo_30b_a3b_base_math_megatron_96_32.sh
-_BASES["verl-30b"] = _VERL | {
-    "model.override_transformer_config": {"moe_token_dispatcher_type": "flex"},
-    "algorithm.use_kl_loss": True,
-    "algorithm.kl_loss_coef": 0.001,
-    "ref.param_offload": True,
-    "actor.optim.override_optimizer_config": _CPU_ADAM,
-    "actor.layout.world_size": 128,
-    "actor.layout.tensor_model_parallel_size": 2,
-    "actor.layout.context_parallel_size": 2,
-    "actor.layout.expert_model_parallel_size": 8,
-    "actor.ppo_mini_batch_size": 128,
-    "rollout.tensor_model_parallel_size": 4,
-    "rollout.num_engines": 32,
-    "rollout.n": 16,
-    "rollout.max_num_seqs": 256,
-    "rollout.gpu_memory_utilization": 0.7,
-    "rollout.enforce_eager": True,
-    "data.train_batch_size": 512,
-    "cluster.nnodes": 16,
-}
-# examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh, with the batch of verl-project/verl#5609
-_BASES["verl-30b-16"] = _VERL | {
-    "model.override_transformer_config": _FULL,
-    "actor.log_prob_max_token_len_per_gpu": 30720,
-    "actor.layout.world_size": 16,
-    "actor.layout.tensor_model_parallel_size": 4,
-    "actor.layout.expert_model_parallel_size": 4,
-    "actor.ppo_mini_batch_size": 32,
-    "rollout.tensor_model_parallel_size": 1,
-    "rollout.num_engines": 16,
-    "rollout.n": 8,
-    "rollout.gpu_memory_utilization": 0.8,
-    "data.train_batch_size": 32,
-    "cluster.nnodes": 2,
-}
-# docs/advance/v1_async_trainer.md; what it leaves open as in examples/grpo_trainer/run_qwen3_5_35b_megatron.sh
-_BASES["verl-35b"] = _VERL | {
-    "model.path": "Qwen3.5-35B-A3B",
-    "model.override_transformer_config": _FULL,
-    "data.max_response_length": 32768,
-    "actor.optim.override_optimizer_config": _CPU_ADAM,
-    "actor.ppo_max_token_len_per_gpu": 34816,  # the longest sample; theirs is over two context ranks, refused here
-    "actor.layout.world_size": 32,
-    "actor.layout.tensor_model_parallel_size": 2,
-    "actor.layout.pipeline_model_parallel_size": 2,
-    "actor.layout.expert_model_parallel_size": 4,
-    "actor.ppo_mini_batch_size": 16,
-    "rollout.tensor_model_parallel_size": 4,
-    "rollout.num_engines": 8,
-    "rollout.n": 8,  # tokens/s times seconds, over 64 prompts of a step and the mean length
-    "rollout.max_num_seqs": 256,
-    "rollout.gpu_memory_utilization": 0.6,
-    "data.train_batch_size": 64,
-    "cluster.nnodes": 4,
-}
 
 
 @dataclass(frozen=True)
@@ -267,7 +113,7 @@ def _sync_of(inputs: PlanInputs) -> dict[str, Any]:
 def inputs_of(row: dict[str, Any], assumed: Assumptions = USUAL) -> PlanInputs:
     """The run as a configuration of ours, with its mean lengths."""
     config = RunConfig.model_validate(
-        nested({"cluster.device": "cuda", "cluster.n_gpus_per_node": 8} | _BASES[row["base"]] | row.get("set", {}))
+        nested({"cluster.device": "cuda", "cluster.n_gpus_per_node": 8} | BASES[row["base"]] | row.get("set", {}))
     )
     pretraining = row["base"].startswith(("pai", "zoo"))
     limits = config.data
