@@ -6,6 +6,7 @@ Each key is declared once, with its meaning, limits, unit, advice, verl's name a
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
@@ -30,18 +31,17 @@ class Section(BaseModel):
         A single text stands for a list of one. `~` in a path becomes the home of the user who starts the run. Raises
         ValueError for booleans in place of numbers, for numbers beyond 64 bits, and for text that files cannot hold.
         """
-        field = cls.model_fields[info.field_name]
-        annotation = field.annotation
-        if annotation == tuple[str, ...] and isinstance(value, str):
+        takes = _takes(cls, info.field_name)
+        if takes.texts and isinstance(value, str):
             value = (value,)
-        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+        if takes.number and isinstance(value, bool):
             raise ValueError("a number is wanted")
-        if annotation in (int, int | None) and isinstance(value, int | float) and abs(value) >= 2**63:
+        if takes.whole and isinstance(value, int | float) and abs(value) >= 2**63:
             raise ValueError("a whole number of 64 bits is wanted")
         for text in value if isinstance(value, list | tuple) else (value,):
             if isinstance(text, str) and ("\0" in text or text != text.encode(errors="ignore").decode()):
                 raise ValueError("text without zero bytes and halves of characters is wanted")
-        if notes_of(field).is_path:
+        if takes.path:
             return _at_home(value)
         return value
 
@@ -49,6 +49,26 @@ class Section(BaseModel):
         if name in type(self).model_fields:
             raise UnknownValue(name)
         return super().__getattr__(name)
+
+
+@dataclass(frozen=True)
+class _Takes:
+    """What a key takes, as far as values are prepared for it."""
+
+    texts: bool
+    number: bool
+    whole: bool
+    path: bool
+
+
+@cache
+def _takes(section: type[Section], name: str) -> _Takes:
+    """Is asked for each key of each configuration, of which a search makes thousands."""
+    field = section.model_fields[name]
+    annotation = field.annotation
+    whole = annotation in (int, int | None)
+    number = whole or annotation in (float, float | None)
+    return _Takes(annotation == tuple[str, ...], number, whole, notes_of(field).is_path)
 
 
 def _at_home(value: Any) -> Any:

@@ -190,7 +190,13 @@ class ModelSpec:
 
     def holding(self, predicting: bool) -> "ModelSpec":
         """Returns the model with its predicting layers, if ranks are to hold them."""
-        return replace(self, predicting_layers=self.left_out_layers if predicting else 0)
+        return self.with_predicting(self.left_out_layers if predicting else 0)
+
+    def with_predicting(self, layers: int) -> "ModelSpec":
+        """Returns the model with this number of predicting layers; itself, which caches find soonest, if it has it."""
+        if layers == self.predicting_layers:
+            return self
+        return replace(self, predicting_layers=layers)
 
     @property
     def all_layers(self) -> int:

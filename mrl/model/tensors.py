@@ -87,6 +87,7 @@ def active_parameter_count(model: ModelSpec) -> int:
     return _count(model, model.num_experts_per_tok)
 
 
+@cache
 def _count(model: ModelSpec, experts: int) -> int:
     """Returns the number of parameters with this number of experts in each layer."""
     counted = weight_map(model).counted

@@ -86,7 +86,7 @@ class SearchProblem:
 
     def state(self, layout: TrainLayout, pp: int) -> StateBytes:
         """Returns the bytes of a rank of pipeline stage `pp`, with a predicting layer that is trained along."""
-        trained = replace(self.model, predicting_layers=self.work.predicting)
+        trained = self.model.with_predicting(self.work.predicting)
         return stage_state(trained, layout, pp, self.precision, lora=self.lora)
 
     def device_in(self, layout: TrainLayout) -> Device:

@@ -63,19 +63,20 @@ ITEM = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
 # --- words and scales -------------------------------------------------------------------------------------------------
 
 
-def e4m3() -> torch.Tensor:
+def e4m3() -> list[float]:
     """All finite numbers that are not negative, by their code: four bits of exponent, three of fraction."""
     codes = range(127)
     values = [(code & 7) / 8 * 2**-6 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 7) for code in codes]
-    return torch.tensor(values, dtype=torch.float64)
+    return values
 
 
-def nearest_word(value: float, table: torch.Tensor) -> float:
+def nearest_word(value: float, table: list[float]) -> float:
     """The nearest number of the format; of two equally near ones that with the even code."""
-    gap = (table - abs(value)).abs()
-    best = [code for code in range(len(table)) if gap[code] == gap.min()]
+    gap = [abs(number - abs(value)) for number in table]
+    least = min(gap)
+    best = [code for code, each in enumerate(gap) if each == least]
     code = next((code for code in best if code % 2 == 0), best[0])
-    return float(table[code]) * (-1 if value < 0 else 1)
+    return table[code] * (-1 if value < 0 else 1)
 
 
 def reference(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,6 +41,10 @@ ones, current = torch.ones(2, 3), torch.zeros(2, 3, requires_grad=True)
 parameters, mask = PolicyLossParameters("vanilla"), torch.ones(2, 3, dtype=torch.bool)
 policy_loss(parameters, LossInputs(current, None, ones, mask), Denominators(6, 2))
 """
+NOTHING_SEEN = """
+import os, sys
+assert not os.listdir(sys.argv[1])
+"""
 ON_A_RANK = """
 fields = dict.fromkeys(["ref_log_probs", "teacher_log_probs", "teacher_top_log_probs", "loss_weights", "selected"])
 outputs = SimpleNamespace(log_probs=current, entropy=None, top_log_probs=None)
@@ -65,8 +69,8 @@ def test_a_name_is_written_once_by_each_process_below_and_outlives_a_kill(tmp_pa
 
 
 def test_a_loss_that_ranks_train_with_is_seen_and_one_that_is_only_tried_is_not(tmp_path):
-    assert seen(WorkFolder(tmp_path), "-c", LOSES) == {}
-    (found,) = seen(WorkFolder(tmp_path), "-c", LOSES + ON_A_RANK).values()
+    work = WorkFolder(tmp_path)
+    (found,) = seen(work, "-c", LOSES + NOTHING_SEEN + ON_A_RANK, str(work.exercised)).values()
     assert found == ["algorithm.policy_loss.loss_mode=vanilla", "algorithm.anchor=on_policy"]
 
 
