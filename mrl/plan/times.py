@@ -167,9 +167,21 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
     Log-probs, the reference, the teacher and the critic are there where a run has such passes. The rest is what the
     host does, and moving the actor to the host and back.
     """
+    return {"generation": engine_seconds(inputs, batch, engine), **rank_seconds(inputs, batch)}
+
+
+def engine_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> float:
+    """Predicts the seconds of a step's generation, with what engines look at."""
+    seconds = generation_seconds(inputs, batch, engine)
+    if inputs.tower is not None:
+        seconds += engine_looking_seconds(inputs, batch)
+    return _corrected(inputs, {"generation": seconds})["generation"]
+
+
+def rank_seconds(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
+    """Predicts the seconds of each phase of a step but generation."""
     log_probs, update = actor_seconds(inputs, batch)
     seconds = {
-        "generation": generation_seconds(inputs, batch, engine),
         **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
         **reference_seconds(inputs),
         **teacher_seconds(inputs),
@@ -178,10 +190,14 @@ def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) ->
         "rest": inputs.assumptions.rest + hand_over_seconds(inputs) * inputs.colocated,
     }
     if inputs.tower is not None:
-        seconds["generation"] += engine_looking_seconds(inputs, batch)
         for phase, count in looks(inputs, batch).items():
             seconds[phase] += count * looking_seconds(inputs, batch)
-    return inputs.assumptions.measured.corrected(seconds) if inputs.assumptions.measured else seconds
+    return _corrected(inputs, seconds)
+
+
+def _corrected(inputs: PlanInputs, seconds: dict[str, float]) -> dict[str, float]:
+    measured = inputs.assumptions.measured
+    return measured.corrected(seconds) if measured else seconds
 
 
 def reference_seconds(inputs: PlanInputs) -> dict[str, float]:

@@ -32,7 +32,7 @@ from mrl.plan.calibration_file import CONSTANTS, allowed_by, assumptions_of, mea
 from mrl.plan.devices import Assumptions, Device
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of, shape_of_actor
-from mrl.plan.times import phase_seconds, update_seconds
+from mrl.plan.times import engine_seconds, phase_seconds, rank_seconds, update_seconds
 from mrl.reshard.plan import no_collection
 from mrl.tools.search import Candidate, SearchProblem, SearchResult, best_fit, heaviest_stage, unlike_stages
 from mrl.tools.search_report import differing, holds_teacher, problem_with, run_with
@@ -311,12 +311,10 @@ def _actor(
         "actor.ppo_max_token_len_per_gpu": tokens,
         "model.override_transformer_config": run.model.override_transformer_config,
     }
-    seconds = [_without_generation(step_of(run, problem.model, problem.device, each)) for each in assumed]
+    inputs = PlanInputs.of(run, problem.model, problem.device, assumed[0])
+    batch = batch_plan(run, inputs.train)
+    seconds = [sum(rank_seconds(replace(inputs, assumptions=each), batch).values()) for each in assumed]
     return _Actor(np.array(seconds), settings, found.phase.total)
-
-
-def _without_generation(phases: dict[str, float]) -> float:
-    return sum(spent for name, spent in phases.items() if name != "generation")
 
 
 # ---------------------------------------------------------------- the engines
@@ -353,6 +351,7 @@ def _generation(config: RunConfig, model: ModelSpec, device: Device) -> float | 
     if any(violation.field.startswith("rollout.") for violation in violations(ResolvedConfig(config, {}), model)):
         return None
     inputs = PlanInputs.of(config, model, device)
-    if engine_of(inputs).cache_tokens < config.data.max_sample_length * inputs.rollout.data:
+    engine = engine_of(inputs)
+    if engine.cache_tokens < config.data.max_sample_length * inputs.rollout.data:
         return None
-    return phase_seconds(inputs, batch_plan(config, inputs.train), engine_of(inputs))["generation"]
+    return engine_seconds(inputs, batch_plan(config, inputs.train), engine)
