@@ -25,7 +25,8 @@ from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
 
 RUN_S = 900.0  # deadline of one command, beside whatever else the machine does
-GONE_S = 180.0  # for processes to go: agents of Ray whose driver was killed call it for a minute
+GONE_S = 180.0  # for processes to go
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # of Ray; one whose driver was killed calls it for a minute
 PROCESSES = {"rank lost": "ray::ActorWorker", "engine lost": "VLLM::"}
 # of the process that trains, by how a run is ended; of one that does without what it lost: 0
 EXIT_CODES = {"finished": 0, "SIGTERM": 5, "SIGKILL": -signal.SIGKILL, "engine lost": 0, "rank lost": 0}
@@ -51,6 +52,7 @@ class RowRun:
     has_own_memory: bool = True  # of commands; where it is not possible, what they leave there is not looked for
     problems: list[str] = field(default_factory=list)
     seconds: list[list] = field(default_factory=list)  # each command of it with its seconds
+    agents: list[psutil.Process] = field(default_factory=list)  # of killed drivers, to be gone by the row's end
 
     def do(self) -> None:
         """All of it, in the row's folder."""
@@ -61,6 +63,7 @@ class RowRun:
             return
         THEN[self.row["then"]](self)
         self._check_record()
+        self._must_be_gone("train", self.agents)
 
     @property
     def run(self) -> Path:
@@ -108,7 +111,9 @@ class RowRun:
             finally:
                 _end_with_all_below(process)
             code = process.wait()
-            self._must_be_gone(words[0], below)
+            if end == "SIGKILL":  # what follows need not wait for its agents
+                self.agents = [one for one in below if _title(one).startswith(AGENTS)]
+            self._must_be_gone(words[0], [one for one in below if one not in self.agents])
             held = memory.left() + sorted(set(os.listdir(temporary)) - before)
         # what a driver that is killed leaves is removed by whoever starts the run again
         self.must(end == "SIGKILL" or not held, f"mrl {words[0]} left {', '.join(held)}")

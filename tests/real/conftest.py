@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from deadlines import TEST_S
-from world import FOUR_STEPS, PRESET, make_world, overrides, succeeded
+from world import FOUR_GRPO_STEPS, GRPO, PRESET, make_world, overrides, succeeded
 from xdist.scheduler import LoadScopeScheduling
 
 ROWS = {
@@ -48,11 +48,12 @@ class FileScheduling(LoadScopeScheduling):
 
 
 @pytest.fixture(scope="session")
-def four_steps(tmp_path_factory) -> tuple[Path, Path]:
-    """A world, and the directory of a run of FOUR_STEPS in it that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("four_steps")
+def four_grpo_steps(tmp_path_factory) -> tuple[Path, Path]:
+    """A world, and the directory of a run of FOUR_GRPO_STEPS in it that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("four_grpo_steps")
     world = make_world(folder / "world")
-    succeeded("train", str(PRESET), "--run-dir", str(folder / "run"), *overrides(world, **FOUR_STEPS))
+    given = overrides(world, **FOUR_GRPO_STEPS)
+    succeeded("train", str(PRESET), "--run-dir", str(folder / "run"), *GRPO, *given)
     return world, folder / "run"
 
 

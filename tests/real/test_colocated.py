@@ -12,7 +12,7 @@ import pytest
 import ray
 from deadlines import RUN_S
 from first_answers import at_first_answers
-from world import ROOT, make_world, metrics, overrides
+from world import FOUR_GRPO_STEPS, RECIPE, ROOT, make_world, metrics, overrides
 
 from mrl.cluster.calls import gather
 from mrl.config.load import load_config
@@ -122,13 +122,15 @@ class Ledgers:
         ]
 
 
-def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_nothing(world, separate, tmp_path):
-    with open_run(colocated(world, tmp_path / "colocated"), resume=False) as run:
+def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_nothing(four_grpo_steps, tmp_path):
+    world, separate = four_grpo_steps
+    settings = FOUR_GRPO_STEPS | {"cluster__n_gpus_per_node": 2}
+    with open_run(colocated(world, tmp_path / "colocated", RECIPE, **settings), resume=False) as run:
         ledgers = Ledgers(run)
         with ledgers.watching():
             train(run)
         places = [tuple(place) for name in ("actor", "engines") for place in devices_of(run, name)]
-    assert_same_run(separate, tmp_path / "colocated", STEPS)
+    assert_same_run(separate, tmp_path / "colocated", FOUR_GRPO_STEPS["trainer__total_training_steps"])
     assert len(places) == 4 and len(set(places)) == 2, "two ranks and two workers on two devices"
     assert max(ledgers.engines_asleep) < 0.05 * min(ledgers.engines_awake)
     rows = metrics(tmp_path / "colocated")[1:]
@@ -143,12 +145,11 @@ def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_not
     assert not any(name.startswith("switch/") for row in metrics(separate) for name in row)
 
 
-def colocated(world: Path, run_dir: Path) -> RunInputs:
+def colocated(world: Path, run_dir: Path, recipe: str | None = None, **values) -> RunInputs:
     """The configuration of the same run on half the devices."""
-    settings = [text for text in overrides(world, **SETTINGS, **SMALL) if text != "--set"]
-    return RunInputs.of(
-        load_config(PRESETS / "cpu-colocated.yaml", overrides=[*settings, f"trainer.run_dir={run_dir}"])
-    )
+    settings = [text for text in overrides(world, **values) if text != "--set"]
+    settings.append(f"trainer.run_dir={run_dir}")
+    return RunInputs.of(load_config(PRESETS / "cpu-colocated.yaml", recipe, settings))
 
 
 @pytest.mark.long
@@ -156,7 +157,7 @@ def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_wher
     world, separate, tmp_path
 ):
     """The plan of the second step's update asks for an optimizer that no device has room for."""
-    with open_run(colocated(world, tmp_path / "run"), resume=False) as run:
+    with open_run(colocated(world, tmp_path / "run", **SETTINGS, **SMALL), resume=False) as run:
         run.placement.begin(0)
         run.record.write(0, validation_metrics(run) | memory_metrics(run.hosts))
         run.generation.begin()

@@ -14,7 +14,7 @@ from test_ahead_runs import READY_FIRST
 from test_engines_back import KINDS, assert_nothing_lost_or_twice
 from test_lost_worker import rank_one
 from test_runs import finish, train, wait_for_step
-from world import FOUR_STEPS, RESPONSES, make_world, metrics, replayed
+from world import FOUR_GRPO_STEPS, FOUR_STEPS, GRPO, RESPONSES, make_world, metrics, replayed
 
 from mrl.record.attempts import read_attempts
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
@@ -40,10 +40,10 @@ def engine_processes(pid: int) -> dict[int, float]:
     return found
 
 
-def test_a_rank_comes_back_inside_the_run_and_changes_no_bit(four_steps, tmp_path):
-    world, whole = four_steps
+def test_a_rank_comes_back_inside_the_run_and_changes_no_bit(four_grpo_steps, tmp_path):
+    world, whole = four_grpo_steps
     broken = tmp_path / "broken"
-    process = train(world, broken, **FOUR_STEPS)
+    process = train(world, broken, *GRPO, **FOUR_GRPO_STEPS)
     lose_a_rank(process, broken, 3, signal.SIGKILL)
     assert_restarted(broken, 3)
     assert_same(whole, broken)

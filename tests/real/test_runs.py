@@ -15,16 +15,13 @@ import psutil
 import pytest
 import torch
 from deadlines import END_S, RUN_S
-from metric_names import DYNAMIC, KL_LOSS, REFERENCE, SAVING, STEPS_AFTER_SAVING, VALIDATION, check_names
+from metric_names import DYNAMIC, KL_LOSS, OFFLOAD, REFERENCE, SAVING, STEPS_AFTER_SAVING, VALIDATION, check_names
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from world import PRESET, ROOT, make_world, metrics, overrides, succeeded, without_times
+from world import FOUR_GRPO_STEPS, GRPO, PRESET, ROOT, make_world, metrics, overrides, succeeded, without_times
 
 from mrl.process.free_ports import free_port
 from mrl.record.sample_files import read_samples
-
-STEPS = 4
-GRPO = ("--recipe", "grpo")
 
 
 @pytest.fixture(scope="module")
@@ -105,21 +102,16 @@ def transformers_says_what_the_engines_said(folder: Path, samples: list[dict]) -
 
 
 @pytest.mark.real
-def test_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
-    """Of GRPO with a KL to the start, replayed routes and a token budget: all that a resumed run has to have again."""
-    settings = dict(
-        trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=2, rollout__n=4,
-        algorithm__use_kl_loss=True, algorithm__kl_loss_coef=1e-3, actor__router_replay="R2",
-        actor__use_dynamic_bsz=True, actor__ppo_max_token_len_per_gpu=256,
-    )  # fmt: skip
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert finish(train(world, whole, *GRPO, **settings), whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
+def test_killed_and_resumed_as_a_job_equals_uninterrupted(four_grpo_steps, tmp_path):
+    world, whole = four_grpo_steps
+    broken = tmp_path / "broken"
     check_the_run_of_a_recipe(metrics(whole))
     command = ["mrl", "explain", str(whole), "--replay", "--json"]
     replaying = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)  # beside what follows
 
-    process = train(world, broken, *GRPO, trainer__resume_mode="auto", **settings)  # there is no run yet: it begins one
-    wait_for_step(process, broken, 2)
+    settings = FOUR_GRPO_STEPS | {"trainer__resume_mode": "auto"}
+    process = train(world, broken, *GRPO, **settings)  # there is no run yet: it begins one
+    wait_for_step(process, broken, 3)
     started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
     check_that_they_come_from_one_server([p for p, name in started if name.startswith("VLLM")])
     check_what_is_listened_on(started)
@@ -127,13 +119,13 @@ def test_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
     process.wait()
     check_that_no_worker_outlives(started)
 
-    again = json.loads(replaying.communicate(timeout=RUN_S)[0])  # its last step, from the checkpoint before
-    assert again["repeats"] and again["weights"] and again["from"] == STEPS - 1, again
+    again = json.loads(replaying.communicate(timeout=RUN_S)[0])  # its last two steps, from the checkpoint before
+    assert again["repeats"] and again["weights"] and (again["from"], again["step"]) == (2, 4), again
     of_ranks = [name for name in metrics(whole)[-1] if name.startswith(("actor/", "training/rollout_"))]
     assert again["compared"] >= len(of_ranks) > 20, (again, of_ranks)
 
     with ray_head(tmp_path / "ray") as environment:
-        arguments = ["--run-dir", str(broken), *overrides(world, **settings)]
+        arguments = ["--run-dir", str(broken), *overrides(world, **FOUR_GRPO_STEPS)]
         check_that_a_job_resumes_and_a_wrong_one_fails(arguments, environment)
 
     assert without_times(metrics(broken)) == without_times(metrics(whole))
@@ -165,9 +157,9 @@ def check_that_a_job_resumes_and_a_wrong_one_fails(arguments: list[str], environ
 
 
 def check_that_they_come_from_one_server(processes: list[psutil.Process]) -> None:
-    """Core and worker of an engine are forked from a process that has imported vLLM, with no thread to lose."""
+    """Core and workers of an engine are forked from a process that has imported vLLM, with no thread to lose."""
     (server,) = {process.parent() for process in processes}
-    assert len(processes) == 2 and server.num_threads() == 1
+    assert len(processes) == 3 and server.num_threads() == 1
     assert "multiprocessing.forkserver" in " ".join(server.cmdline())
 
 
@@ -185,7 +177,7 @@ def check_what_is_listened_on(started: list[tuple[psutil.Process, str]]) -> None
 
 def check_the_run_of_a_recipe(rows: list[dict]) -> None:
     """The first mini-batch of the run stands at its reference, the others have left it."""
-    check_names(rows, REFERENCE, KL_LOSS, DYNAMIC, VALIDATION, SAVING, STEPS_AFTER_SAVING)
+    check_names(rows, REFERENCE, KL_LOSS, DYNAMIC, OFFLOAD, VALIDATION, SAVING, STEPS_AFTER_SAVING)
     first, second = (row for row in rows if row["training/global_step"] in (1, 2))
     assert 0 <= first["actor/kl_loss"] < second["actor/kl_loss"] < 1
     assert first["router/drift"] == second["router/drift"] == 0

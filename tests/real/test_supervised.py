@@ -14,7 +14,7 @@ import pytest
 from deadlines import END_S
 from test_lost_worker import called
 from test_runs import finish, train, wait_for_step
-from world import FOUR_STEPS, RESPONSES, metrics, replayed, without_times
+from world import FOUR_GRPO_STEPS, GRPO, RESPONSES, metrics, replayed, without_times
 
 from mrl.record.attempts import read_attempts
 
@@ -29,7 +29,7 @@ def goes_on_by_itself(world: Path, broken: Path, kill: Callable[[psutil.Process]
 
     Returns the driver that was killed; nothing of its own is left when the next start begins.
     """
-    process = train(world, broken, "--restarts", "2", **FOUR_STEPS)
+    process = train(world, broken, *GRPO, "--restarts", "2", **FOUR_GRPO_STEPS)
     try:
         wait_for_step(process, broken, 3)
         driver = driver_of(psutil.Process(process.pid))
@@ -48,8 +48,8 @@ def goes_on_by_itself(world: Path, broken: Path, kill: Callable[[psutil.Process]
 
 
 @pytest.mark.real
-def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_steps, tmp_path):
-    world, whole = four_steps
+def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_grpo_steps, tmp_path):
+    world, whole = four_grpo_steps
     broken = tmp_path / "broken"
     driver = goes_on_by_itself(world, broken, psutil.Process.kill)
     assert "killed by SIGKILL; start 2 of 3" in broken.with_suffix(".log").read_text()
@@ -62,9 +62,9 @@ def test_a_killed_driver_is_started_again_and_nothing_of_it_is_left(four_steps, 
 
 @pytest.mark.real
 @pytest.mark.long
-def test_a_run_whose_ray_is_killed_below_it_is_started_again(four_steps, tmp_path):
+def test_a_run_whose_ray_is_killed_below_it_is_started_again(four_grpo_steps, tmp_path):
     """Ray's own processes are no start's to mend: the driver ends, in bounded time, and the next one has a new Ray."""
-    world, whole = four_steps
+    world, whole = four_grpo_steps
     broken = tmp_path / "broken"
     goes_on_by_itself(world, broken, lambda driver: next(called(driver, "raylet/raylet")).kill())
     assert "; start 2 of 3" in broken.with_suffix(".log").read_text()

@@ -54,7 +54,6 @@ def overrides(world: Path, **values) -> list[str]:
     return [text for key, value in settings.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
 
 
-RESPONSES = 64  # of a step
 FOUR_STEPS = {
     "trainer__total_training_steps": 4,
     "trainer__save_freq": 2,
@@ -63,6 +62,26 @@ FOUR_STEPS = {
     "trainer__max_actor_ckpt_to_keep": 3,
     "trainer__deterministic": True,
 }
+# GRPO with a KL to the start, replayed routes and a token budget: all that a run has to have again that goes on.
+# Offloaded tensors and an engine of TP2, as of a run whose ranks and engine take turns on the same devices.
+RECIPE = "grpo"
+GRPO = ("--recipe", RECIPE)
+FOUR_GRPO_STEPS = FOUR_STEPS | {
+    "cluster__n_gpus_per_node": 4,
+    "rollout__tensor_model_parallel_size": 2,
+    "actor__param_offload": True,
+    "actor__grad_offload": True,
+    "actor__optimizer_offload": True,
+    "ref__param_offload": True,
+    "trainer__val_before_train": True,
+    "rollout__n": 4,
+    "algorithm__use_kl_loss": True,
+    "algorithm__kl_loss_coef": 1e-3,
+    "actor__router_replay": "R2",
+    "actor__use_dynamic_bsz": True,
+    "actor__ppo_max_token_len_per_gpu": 256,
+}
+RESPONSES = 32  # of such a step
 
 
 @dataclass(frozen=True)
