@@ -2,7 +2,6 @@
 CPU.
 """
 
-import gc
 import importlib
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
@@ -26,6 +25,3 @@ with many_imports():
 nap_while_waiting()
 # A core also gets its workers from this server, as multiprocessing documents. CPython 3.11 would start a second one.
 forkserver._forkserver.ensure_running = resource_tracker.ensure_running
-# The imported objects are never freed. Without this the garbage collector of each process would touch and copy them.
-gc.collect()
-gc.freeze()
