@@ -50,7 +50,7 @@ WAYS = {
     "mtp": tiny_glm,
     "head": tiny_moe,
 }
-QUICK = ("ngram", "mtp")
+QUICK = ("ngram",)  # what a layer of the model drafts, and the log-probs beside it: test_a_sync_brings_what_drafts
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.long) for w in WAYS])
