@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mrl.platforms import process_memory as module
+from mrl.platforms.imports import many_imports
 from mrl.platforms.process_memory import HEAPS, live_bytes, note_baseline, process_memory, resident_bytes
 
 MIB = 2**20
@@ -71,6 +72,17 @@ def test_what_the_collector_was_told_to_forget_has_to_be_named():
         gc.unfreeze()
     assert live_bytes(roots=[weights]) == live_bytes()  # and counts once where both know it
     gc.freeze()  # for the tests that follow
+
+
+def test_the_collector_looks_at_nothing_that_was_imported_and_at_what_comes_later():
+    before = gc.get_freeze_count()
+    with many_imports():
+        imported = [[] for _ in range(5000)]
+        assert not gc.isenabled()
+    later = []
+    assert gc.isenabled() and gc.get_freeze_count() >= before + len(imported)
+    assert gc.is_tracked(later) and any(known is later for known in gc.get_objects())
+    assert not any(known is imported[0] for known in gc.get_objects())
 
 
 def test_tensors_without_a_storage_of_this_process_are_passed_over(more):
