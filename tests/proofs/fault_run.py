@@ -22,6 +22,7 @@ from mrl.config.load import load_config
 from mrl.driver import loop
 from mrl.driver.assemble import Run, open_run
 from mrl.driver.preflight import RunInputs
+from mrl.driver.step_batch import StepBatch
 from mrl.errors import MrlError
 
 MARK = "fault:"  # begins what faults.py reads
@@ -113,7 +114,7 @@ def points(run: Run) -> dict[str, Callable[[Callable[[], None]], None]]:
         "engines go to sleep": lambda kill: wrap(engines, "refs", after_call("sleep", in_second_step(kill))),
         "engines wake": lambda kill: wrap(engines, "refs", after_call("wake_weights", in_second_step(kill))),
         "ranks compute log-probs": lambda kill: wrap(actor, "score", before(amid(in_second_step(kill)))),
-        "ranks update": lambda kill: wrap(loop, "update", before(amid(in_second_step(kill)))),
+        "ranks update": lambda kill: wrap(StepBatch, "update", before(amid(in_second_step(kill)))),
         "a checkpoint is written": lambda kill: wrap(
             actor, "refs", after_call("write_checkpoint", in_second_step(kill))
         ),

@@ -17,11 +17,11 @@ from world import FOUR_GRPO_STEPS, RECIPE, ROOT, make_world, metrics, overrides
 from mrl.cluster.calls import gather
 from mrl.config.load import load_config
 from mrl.config.schema_actor import SWITCHES
-from mrl.driver import loop
 from mrl.driver.assemble import Run, open_run
 from mrl.driver.loop import train, train_step, validation_metrics
 from mrl.driver.preflight import RunInputs
 from mrl.driver.reporting import memory_metrics
+from mrl.driver.step_batch import StepBatch
 from mrl.errors import Interrupted
 from mrl.plan.memory_phases import ACTOR, phase_bytes
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
@@ -98,7 +98,7 @@ class Ledgers:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Ranks while engines generate, engines before and after the ranks' update."""
-        update = loop.update
+        update = StepBatch.update
 
         def look():
             self.ranks_resting += self._live(self._actor)
@@ -112,7 +112,7 @@ class Ledgers:
             return answer
 
         with pytest.MonkeyPatch.context() as patch, at_first_answers(self._run, look):
-            patch.setattr(loop, "update", update_watched)
+            patch.setattr(StepBatch, "update", update_watched)
             yield
 
     def _live(self, group) -> list[int]:

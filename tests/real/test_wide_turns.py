@@ -20,10 +20,10 @@ from world import ROOT, make_world, overrides
 
 from mrl.cluster.calls import gather
 from mrl.config.load import load_config
-from mrl.driver import loop
 from mrl.driver.assemble import Run, open_run
 from mrl.driver.loop import train
 from mrl.driver.preflight import RunInputs
+from mrl.driver.step_batch import StepBatch
 from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -80,7 +80,7 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Gates, the first answer of a generation, the end of an update."""
-        placement, update = self._run.placement, loop.update
+        placement, update = self._run.placement, StepBatch.update
         gate = placement._gate
 
         def let_in(phase: str) -> None:
@@ -97,7 +97,7 @@ class Watch:
 
         placement._gate = let_in
         with pytest.MonkeyPatch.context() as patch, at_first_answers(self._run, look):
-            patch.setattr(loop, "update", update_watched)
+            patch.setattr(StepBatch, "update", update_watched)
             yield
 
     def _note(self, phases: dict[str, str]) -> None:
