@@ -19,6 +19,8 @@ CONFIG_BYTES = _MIB // 2  # a configuration; the largest real one has a few thou
 TEXT_BYTES = _MIB  # a script, or another file that somebody wrote by hand
 JSON_BYTES = 256 * _MIB  # one object, such as the manifest of a checkpoint of thousands of ranks
 LINES_BYTES = 1024 * _MIB  # a file to which a run appends lines
+LFS_POINTER = b"version https://git-lfs"  # how a file begins that a clone has in place of a large one
+NOT_PULLED = "is a pointer of Git LFS in place of the file: run git lfs pull in its folder"
 _MOST_DIGITS = 100
 _LONG_NUMBER = re.compile(rf"\d{{{_MOST_DIGITS}}}|[eE][-+]?\d{{3}}")
 

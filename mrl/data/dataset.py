@@ -16,6 +16,7 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
 from mrl.data.samples import KnownImage, RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
-from mrl.plain_files import read_json
+from mrl.plain_files import LFS_POINTER, NOT_PULLED, read_json
 from mrl.units import counted
 
 if TYPE_CHECKING:  # a run without images imports nothing of them
@@ -550,9 +551,12 @@ def load_tokenizer(path: str) -> Any:
             path, trust_remote_code=False, local_files_only=True, **_without_unknown_type(path)
         )
     except Exception as error:  # transformers raises anything from OSError to a plain Exception from Rust
-        raise EnvironmentFault(
-            f"model.path: the tokenizer in {path} cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        for file in Path(path).glob("tokenizer*"):
+            with suppress(OSError), file.open("rb") as begin:
+                if begin.read(len(LFS_POINTER)) == LFS_POINTER:
+                    why = f"{file.name} {NOT_PULLED}"
+        raise EnvironmentFault(f"model.path: the tokenizer in {path} cannot be read: {why}") from error
     return tokenizer
 
 

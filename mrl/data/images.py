@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from mrl.data.row_files import BadRow
+from mrl.plain_files import LFS_POINTER, NOT_PULLED
 from mrl.units import MIB
 
 if TYPE_CHECKING:
@@ -167,6 +168,8 @@ def open_image(data: bytes, number: int, most_pixels: int) -> "Image":
         except Image.DecompressionBombError as error:
             raise _too_large(number, most_pixels, str(error).partition(",")[0]) from None
         except Image.UnidentifiedImageError:
+            if data.startswith(LFS_POINTER):
+                raise BadRow(f"image {number} {NOT_PULLED}", "pointers") from None
             raise BadRow(
                 f"image {number} is no readable image of {len(data)} bytes; read are {', '.join(FORMATS)}", "no image"
             ) from None

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.errors import DataError
-from mrl.plain_files import TwiceNamed, parse_json, read_bytes
+from mrl.plain_files import LFS_POINTER, NOT_PULLED, TwiceNamed, parse_json, read_bytes
 from mrl.units import MIB, plain_number
 
 ROWS_AT_ONCE = 1024
@@ -68,6 +68,9 @@ def _refuse_missing(file: str, path: Path) -> None:
         raise DataError(f"{file}: is a folder; name the files in it")
     if not path.is_file():
         raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
+    with suppress(OSError), path.open("rb") as begin:  # what cannot be read is told by its reader
+        if begin.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise DataError(f"{file}: {NOT_PULLED}")
 
 
 def read_foreign_rows(file: str) -> Iterator[RawRow]:

@@ -12,7 +12,7 @@ from mrl.model.int4 import COLUMNS, PACKED
 from mrl.model.mxfp4 import BLOCKS, CODE, GROUP_BYTES, SCALES
 from mrl.model.registry import family_of, inner_tensors
 from mrl.model.wrapped import VISION_TOWER
-from mrl.plain_files import open_regular, parse_json, read_json, utf8
+from mrl.plain_files import LFS_POINTER, NOT_PULLED, open_regular, parse_json, read_json, utf8
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes, the format's own limit
 _SHOWN = 5
@@ -85,7 +85,10 @@ def safetensors_metadata(file: Path) -> dict[str, str]:
 def _header(file: Path, size: int) -> tuple[dict, int]:
     """Returns the JSON at a file's beginning, and its length. Raises OSError and ValueError."""
     with os.fdopen(open_regular(file), "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        begin = stream.read(8)
+        if LFS_POINTER.startswith(begin) and begin:
+            raise ValueError(f"it {NOT_PULLED}")
+        length = int.from_bytes(begin, "little")
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
             raise ValueError(f"its header claims {length} bytes of a file of {size}")
         return parse_json(utf8(stream.read(length))), length

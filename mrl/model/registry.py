@@ -172,6 +172,8 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         hint = f" (no such directory{begins}; a name on the Hugging Face hub is written hf://ORG/NAME)"
         if os.path.isdir(path):
             hint = ""
+        if str(path).startswith("hf:/"):  # Path makes one slash of two
+            hint = " (of the Hugging Face hub it is not in this machine's cache, and this command fetches nothing)"
         raise EnvironmentFault(f"{file} does not exist{hint}: {_NO_FOLDER}") from None
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"{file} cannot be read as JSON: {reason(error)}") from None

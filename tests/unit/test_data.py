@@ -51,6 +51,23 @@ def load(files, tokenizer=None, **parameters):
     return PromptDataset.load(files, tokenizer or CharTokenizer(), PromptParameters(**parameters))
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"  # git-lfs docs/spec.md
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_pointer_of_git_lfs_is_told_with_its_cure(tmp_path, name):
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(DataError, match="pointer of Git LFS in place of the file: run git lfs pull"):
+        load(str(tmp_path / name))
+
+
+def test_a_tokenizer_that_is_a_pointer_of_git_lfs_is_told_with_its_cure(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(POINTER)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(EnvironmentFault, match=r"tokenizer\.json is a pointer of Git LFS"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_ground_truth_is_found_by_the_prompts_id_also_of_a_part_and_behind_bad_rows(tmp_path):
     rows = [row(f"{i}+1", str(i + 1)) for i in range(9)]
     rows[4] = "{broken"

@@ -128,6 +128,7 @@ def test_the_smallest_and_the_largest_allowed_image_are_read():
         (encoded(drawn(), "ICO"), "no readable image"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no readable image"),
         (b"", "no readable image of 0 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n", "pointer of Git LFS"),
     ],
 )  # fmt: skip
 def test_what_would_be_another_picture_or_none_is_refused_by_name(data, words):
