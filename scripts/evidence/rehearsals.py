@@ -1,18 +1,13 @@
 """Rehearses presets and imported verl scripts, one after the other, and keeps what each came to.
 
     scripts/evidence/rehearsals.sh [NAME ...]    presets by MODEL/CLUSTER, scripts by name; none: all that are stale
-    scripts/evidence/rehearsals.sh --scripts FOLDER [NAME ...]   other scripts than those of tests/unit/verl_scripts
-    scripts/evidence/rehearsals.sh --list        the names, and the commit at which each was rehearsed
     scripts/evidence/rehearsals.sh --headers     the presets' headers; runs nothing
 
 Results go to docs/results/rehearsals.json after each rehearsal, so that what was interrupted goes on with the next
-name; scripts/generate_docs.py makes the table of docs/evidence.md of them. A result names the commit of the code that
-ran; one of code with changes is not stored. Presets of one model whose small configurations are equal in every key,
-names apart, are one rehearsal: the second says whose it is.
+name. A result names the commit of the code that ran; one of code with changes is not stored.
 """
 
 import argparse
-import hashlib
 import json
 import re
 import subprocess
@@ -24,7 +19,6 @@ from tempfile import TemporaryDirectory
 from stamp import facts
 
 from mrl.config.load import load_config
-from mrl.tools.rehearse.compose import WorkFolder, compose
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "rehearsals.json"
@@ -51,10 +45,10 @@ class Config:
         return self.file.suffix == ".sh"
 
 
-def configs(scripts: Path) -> dict[str, Config]:
+def configs() -> dict[str, Config]:
     """All that can be rehearsed, by name: presets first."""
     presets = [Config(f"{p.parent.name}/{p.stem}", p) for p in sorted(PRESETS.glob("*/*.yaml"))]
-    imported = [Config(p.stem, p) for p in sorted(scripts.glob("*.sh"))]
+    imported = [Config(p.stem, p) for p in sorted(SCRIPTS.glob("*.sh"))]
     return {config.name: config for config in (*presets, *imported)}
 
 
@@ -74,19 +68,14 @@ def store(name: str, result: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--scripts", type=Path, default=SCRIPTS, help="folder of verl scripts")
-    parser.add_argument("--list", action="store_true")
     parser.add_argument("--headers", action="store_true")
     options = parser.parse_args()
-    known, found = configs(options.scripts), stored()
+    known, found = configs(), stored()
     if unknown := set(options.names) - known.keys():
         parser.error(f"nothing is named {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    if options.list:
-        print("\n".join(f"{name}  {found.get(name, {}).get('commit', 'not yet')}" for name in known))
-        return 0
     at, failed = commit(), 0
     for name in () if options.headers else options.names or [n for n in known if is_stale(found.get(n), at)]:
-        result = equal_one(known[name], at) or rehearse(known[name]) | _told(at)
+        result = rehearse(known[name]) | _told(at)
         print(f"{name}: {'ok' if result['ok'] else result['failed']} {result['seconds']:.0f} s", flush=True)
         failed += not result["ok"]
         if "changes" not in at:
@@ -104,31 +93,6 @@ def is_stale(result: dict | None, at: str) -> bool:
     )
 
 
-def equal_one(config: Config, at: str) -> dict | None:
-    """The good result of another preset that shrinks to the same small configuration;
-    None where there is none of this code.
-    """
-    print_of = None if config.is_script else small_print(config.file)
-    for name, result in stored().items():
-        own = name != config.name and "same_as" not in result and not is_stale(result, at)
-        if print_of and own and result.get("small_print") == print_of:
-            return result | {"same_as": name}
-    return None
-
-
-def small_print(file: Path) -> str:
-    """A digest of the small configuration, of what is out of its reach and of the model whose family it is;
-    names count for nothing.
-    """
-    original = load_config(file).config
-    rehearsal = compose(original, WorkFolder(Path("/work-folder")), cpus=2)
-    small, lost = rehearsal.config.model_dump(mode="json"), sorted(entry.switch for entry in rehearsal.out_of_reach)
-    for name in ("experiment_name", "project_name"):
-        del small["trainer"][name]
-    text = json.dumps([original.model.path, small, lost], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def rehearse(config: Config) -> dict:
     """What is kept of one rehearsal."""
     with TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -140,7 +104,7 @@ def rehearse(config: Config) -> dict:
         for key in ("ok", "seconds", "ranks", "engine_workers", "factor", "phases", "stand_ins")
         if key in answer
     }
-    own = {"given": given_to(config.file)} if config.is_script else {"small_print": small_print(config.file)}
+    own = {"given": given_to(config.file)} if config.is_script else {}
     return (
         kept
         | own

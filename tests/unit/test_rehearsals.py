@@ -54,7 +54,7 @@ def test_the_header_is_written_once_behind_the_comments():
 
 
 def test_all_presets_and_scripts_have_names():
-    known = rehearsals.configs(rehearsals.SCRIPTS)
+    known = rehearsals.configs()
     assert len(known) == len(PRESETS) + len(list(rehearsals.SCRIPTS.glob("*.sh"))) and "qwen3-30b-a3b/h100-4x8" in known
 
 
