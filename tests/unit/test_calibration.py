@@ -339,13 +339,13 @@ def test_plans_use_the_file_that_the_configuration_names(tmp_path):
 def test_a_trial_is_no_run_that_was_measured(tmp_path):
     """The trial of a calibration, once it is among the runs of the file, is not proposed again."""
     file = tmp_path / "h100.json"
-    inputs = inputs_of("qwen3-30b-a3b/h100-1x8")
+    inputs = inputs_of("gpt-oss-20b/h100-1x8")
     found = calibrate([observed(inputs, drawn(np.random.default_rng(8), 1.0))], LENGTHS)
     shapes = []
     for _ in range(3):
         runs = [RunOfCalibration(f"runs/{number}", 20, "ab", shape) for number, shape in enumerate(shapes)]
         write_calibration(file, "h100-80g", runs, found)
-        config = inputs_of("qwen3-30b-a3b/h100-1x8", f"cluster.calibration={file}").config
+        config = inputs_of("gpt-oss-20b/h100-1x8", f"cluster.calibration={file}").config
         problem = search_problem(config, inputs.model, inputs.device, 8, 8, MEGATRON)
         trial = fastest_run(config, problem, search(problem)).trial
         shapes.append(shape_of_actor(trial.config, inputs.model))
