@@ -102,7 +102,7 @@ def may_have(file: str, column: str) -> bool:
     read_foreign_rows(file)
     path = Path(file).expanduser()
     if path.suffix == ".parquet":
-        with suppress(pa.ArrowException, OSError):  # of a file that reading refuses
+        with suppress(pa.ArrowException, OSError, UnicodeDecodeError):  # of a file that reading refuses
             return column in pq.read_schema(path).names
         return False
     if path.stat().st_size == 0:

@@ -18,6 +18,7 @@ import pytest
 from small_model import SEEING_WHOLE, TINY
 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # that of trio looks at every object of the process
 MEMORY = "/dev/shm"
 ROOM_BYTES = 4 << 30
 OWN_FOLDER = pytest.StashKey[str]()

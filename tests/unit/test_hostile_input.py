@@ -305,6 +305,13 @@ def test_a_bad_row_among_good_ones_costs_itself(tmp_path):
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 2
 
 
+def test_a_column_of_parquet_whose_name_is_no_text_is_refused(tmp_path, capsys):
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([{"question": "1 + 1?", "answer": "#### 2"}]), file)
+    file.write_bytes(file.read_bytes().replace(b"\x18\x08question%", b"\x18\x08\x80uestion%"))
+    refused(capsys, "data", "gsm8k", file, "-o", tmp_path / "out.parquet", codes=(3,))
+
+
 def test_a_huge_row_of_parquet_costs_itself(tmp_path):
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(3)]
     rows[1]["question"] = "x" * (20 << 20)
