@@ -2,10 +2,14 @@
 copy.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
+
+from mrl.units import plain_number
 
 GSM8K_ASK = 'Let\'s think step by step and output the final answer after "####".'
 BOX_ASK = "Let's think step by step and output the final answer within \\boxed{}."
@@ -47,6 +51,8 @@ def _text(row: Mapping[str, Any], *names: str) -> str:
     # tables have NaN where a value is missing
     if not isinstance(value, str | int | float) or value != value or not str(value).strip():
         raise BadSourceRow(f"no text under {' or '.join(names)}; found: {', '.join(row)}")
+    if isinstance(value, float) and math.isfinite(value):  # tables have whole numbers so beside a missing one
+        return plain_number(Decimal(repr(value)))
     return str(value).strip()
 
 
@@ -60,7 +66,7 @@ def gsm8k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     solution = _text(row, "answer")
     _, mark, number = solution.rpartition("####")
     truth = number.strip().replace(",", "")
-    if not mark or not re.fullmatch(r"-?\d+(\.\d+)?", truth):
+    if not mark or not re.fullmatch(r"-?\d+(\.\d+)?", truth, re.ASCII):
         raise BadSourceRow(f"the answer has no number behind ####: {solution[-80:]!r}")
     return SourceRow("openai/gsm8k", _ask(f"{question} {GSM8K_ASK}"), "math", "rule", truth, solution)
 
@@ -83,7 +89,7 @@ def aime(row: Mapping[str, Any], file_stem: str) -> SourceRow:
         return ready_made(row, file_stem)
     problem = _text(row, "problem", "question")
     truth = _text(row, "answer")
-    if not re.fullmatch(r"\d{1,3}", truth):
+    if not re.fullmatch(r"\d{1,3}", truth, re.ASCII):
         raise BadSourceRow(f"the answer {truth[:40]!r} is no integer from 0 to 999")
     year = re.search(r"20\d\d", file_stem)
     source = "aime"

@@ -40,6 +40,9 @@ CASES = [  # source, file, row, data_source, truth, a right and a wrong response
     ("math-500", "test.jsonl", MATH500, "HuggingFaceH4/MATH-500", "\\frac{1}{2}", "\\boxed{0.5}", "\\boxed{2}"),
     ("aime", "aime_2024.jsonl", AIME, "aime2024", "73", "Answer: 73", "Answer: 37"),
     ("aime", "test.jsonl", {"problem": "Find m.", "answer": "073"}, "aime", "73", "Answer: 73", "73"),
+    # pandas makes doubles of a column of integers in which one is missing
+    ("aime", "test.jsonl", {"problem": "Find m.", "Answer": 73.0}, "aime", "73", "Answer: 73", "73"),
+    ("math-500", "t.jsonl", MATH500 | {"answer": 5.0}, "HuggingFaceH4/MATH-500", "5", "\\boxed{5}", "\\boxed{2}"),
     ("dapo-math-17k", "d.parquet", DAPO, "math_dapo", "34", "Answer: 34", "Answer: 35"),
     ("dapo-math-17k", "d.jsonl", {"prompt": "Solve", "solution": "34"}, "math_dapo", "34", "Answer: 34", "Answer: 35"),
     ("dianjin-r1", "cflue_mcq.json", DIANJIN, "dianjin/cflue_mcq", "B", "\\boxed{B}", "\\boxed{A}"),
@@ -85,6 +88,11 @@ def test_the_prompt_asks_for_the_answer_in_the_form_that_its_rule_reads(tmp_path
     [
         ("gsm8k", {"question": "q", "answer": "no mark"}, "no number behind ####"),
         ("gsm8k", {"question": "q", "answer": "#### many"}, "no number behind ####"),
+        (
+            "gsm8k",
+            {"question": "q", "answer": "#### ٣"},
+            "no number behind ####",
+        ),  # verl finds [0-9] alone
         ("gsm8k", {"answer": "#### 1"}, "no text under question"),
         ("aime", {"problem": "p", "answer": "1000"}, "no integer from 0 to 999"),
         ("math-500", {"problem": "p", "answer": None}, "no text under answer"),
