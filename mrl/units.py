@@ -5,6 +5,7 @@ from decimal import Decimal
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+MOST_DEVICES = 100_000  # of a run: so many nodes, and engines, may a configuration have
 
 
 def round_up(value: int, multiple: int) -> int:

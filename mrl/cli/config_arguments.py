@@ -3,6 +3,7 @@
 import argparse
 
 from mrl.errors import LONGEST, ConfigError
+from mrl.units import MOST_DEVICES
 
 _TOLD = "a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
 
@@ -38,6 +39,14 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
+
+
+def devices(text: str) -> int:
+    """Reads a number of devices, as a `type` of argparse."""
+    count = positive(text)
+    if count > MOST_DEVICES:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_DEVICES}")
+    return count
 
 
 def resolved_config(options: argparse.Namespace, check_paths: bool = False):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mrl.cli.config_arguments import add_config, positive, resolved_config
+from mrl.cli.config_arguments import add_config, devices, positive, resolved_config
 from mrl.cli.slow_work import SlowWork
 from mrl.errors import ConfigError, DoesNotFit
 from mrl.units import GIB
@@ -37,7 +37,7 @@ def add(commands) -> None:
         "--search", action="store_true", help="list the layouts of the actor that fit on --devices, best first"
     )
     plan.add_argument(
-        "--devices", type=positive, metavar="N", help="with --search: devices of the actor; default: its world_size"
+        "--devices", type=devices, metavar="N", help="with --search: devices of the actor; default: its world_size"
     )
     plan.add_argument(
         "--model", metavar="PATH", help="with --search: a checkpoint folder or a known name, instead of CONFIG"

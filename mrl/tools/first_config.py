@@ -37,14 +37,13 @@ from mrl.tools.search_report import (
     usual_batch,
 )
 from mrl.tools.switches import missing_switches
-from mrl.units import GIB
+from mrl.units import GIB, MOST_DEVICES
 
 # on a CPU
 _FEW_PROMPTS = 16
 _FEW_MINI = 8
 _SEQUENCES = 8  # longest sequences that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
-_MOST_DEVICES = 100_000
 _SAID = 3  # reasons of a kind in a refusal
 # nodes, devices of each, and their name; 910b and similar names begin with digits
 _DEVICES = re.compile(
@@ -87,10 +86,10 @@ def parse_devices(text: str) -> DeviceCount:
     """
     match = _DEVICES.fullmatch(text.lower())
     nodes, count = (0, 0) if match is None else (int(match[1] or 1), int(match[2]))
-    if match is None or not 1 <= nodes * count <= _MOST_DEVICES:
+    if match is None or not 1 <= nodes * count <= MOST_DEVICES:
         raise ConfigError(
             f"devices {text!r}: must read NUMBER x NAME, or NODES x NUMBER NAME, as 8 x h100-80g or 4x8 h100-80g; "
-            f"at most {_MOST_DEVICES}; names: {', '.join(devices())}"
+            f"at most {MOST_DEVICES}; names: {', '.join(devices())}"
         )
     device = device_by_part(match[3])
     if match[1] is not None:

@@ -159,6 +159,12 @@ def test_a_command_whose_reader_has_gone_ends_as_any_other_does():
         assert process.stderr.read() == b"" and process.wait(30) == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize("number", ["0", "-8", "100001", "100000000", "1e3"])
+def test_a_number_of_devices_that_no_run_can_have_is_usage(mrl, number):
+    code, _, err = mrl("plan", "--search", "--model", "Qwen3-0.6B", "--device", "h100-80g", "--devices", number)
+    assert code == 2 and "argument --devices: " in err and "Traceback" not in err
+
+
 def in_shell(redirected: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs a command in a shell, whose text has "$@" in place of the command."""
     command = [sys.executable, "-m", "mrl.cli.main", *arguments]

@@ -985,6 +985,7 @@ def test_overrides_alone_are_enough(capsys):
     [
         ("echo hello\n", "is no verl launch script: it starts nothing"),
         ("python train.py --lr 1\n", "it starts python"),
+        ("model:\n  a: 1\n  b: 2\n  c: 3\n  d: 4\n", "it starts model:, a:, b:, c:, ..., and no"),
         ("python3 -m recipe.r1.main_eval data.path=x\n", "recipe.r1.main_eval, which is not verl's RL training"),
         (
             "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=x\n",

@@ -42,6 +42,7 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")  # to another key, as OmegaConf write
 _LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 MOST_INSIDE = 8  # depth of scripts that are given to commands of scripts as text
 _ODD_BLANK = re.compile(r"[\u00a0\u1680\u2000-\u200b\u202f\u205f\u3000\ufeff]")  # blanks to a reader only
+_LISTED = 4  # programs that are named where none of them is verl's
 _SHOWN = 80  # characters shown of a word that is not read
 
 
@@ -449,7 +450,8 @@ def _why_not(script: Script) -> str:
     other = next((name for name in names if _OTHER_VERL.fullmatch(name)), None)
     if other is not None:
         return f"starts {other}, which is not verl's RL training; mrl trains with reinforcement learning only"
-    started = ", ".join(dict.fromkeys(launch.words[0].text for launch in script.commands)) or "nothing"
+    programs = list(dict.fromkeys(launch.words[0].text[:_SHOWN] for launch in script.commands))
+    started = ", ".join(programs[:_LISTED] + ["..."] * (len(programs) > _LISTED)) or "nothing"
     return (
         f"is no verl launch script: it starts {started}, and no `python3 -m verl.trainer.main_ppo` (or "
         "recipe.dapo.main_dapo); a list of overrides can be given instead of a script"
