@@ -46,7 +46,7 @@ from mrl.config.override_rules import OVERRIDE_RULES, override_notes
 from mrl.config.quantisation_rules import QUANTISATION_RULES, quantisation_notes
 from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
 from mrl.config.rule_row import Rule
-from mrl.config.run_rules import PATH_RULES, RUN_RULES, SEEN_RULES
+from mrl.config.run_rules import PATH_RULES, RUN_RULES, SEEN_RULES, template_notes
 from mrl.config.schedule_rules import SCHEDULE_RULES, schedule_notes
 from mrl.config.schema import RunConfig, leaf, schema_keys
 from mrl.config.section import KeyRule, notes_of
@@ -90,6 +90,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         *distillation_notes(resolved.config),
         *rollout_notes(resolved.config, model),
         *speculation_notes(resolved.config),
+        *template_notes(resolved.config),
         *quantisation_notes(resolved.config),
         *actor_notes(resolved.config, model),
         *override_notes(resolved.config, model),

@@ -22,11 +22,13 @@ from mrl.model import ModelSpec
 from mrl.model.hf_files import other_architecture
 from mrl.model.hub import hub_name
 from mrl.model.registry import has_tokenizer, stop_token_ids
+from mrl.plain_files import read_text
 from mrl.platforms.hosting import get_hosting
 from mrl.record.redact import HIDDEN
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
 from mrl.reward.resolve import AUTO
+from mrl.units import MIB
 
 _REWARDS = (AUTO, *RULES)
 _LOGGERS = ("jsonl", *VIEWS)
@@ -341,6 +343,10 @@ _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
     "trainer.resume_from_path": _first_checkpoint,
 }
 _PATHS = _FILES | _FOLDERS
+_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
+_TEMPLATE_BYTES = 64 * MIB
+_DATE = "strftime_now"  # transformers' function in templates
+_DATE_ARGUMENT = "date_string"  # of Llama's templates, which ask the function only without it
 
 
 def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Violation]:
@@ -429,6 +435,30 @@ def unseen_files(config: RunConfig) -> list[str]:
     if unseen:
         lines.append(f"not looked at, as their folders are not on this host: {', '.join(unseen)}")
     return lines
+
+
+def template_notes(config: RunConfig) -> Iterator[str]:
+    """Yields a note where the chat template writes the day's date, as those of gpt-oss and Llama-3.2 do: prompts differ
+    from day to day, and a checkpoint belongs to its prompts.
+    """
+    given = config.data.apply_chat_template_kwargs
+    folder = Path(config.model.path)
+    texts = [given["chat_template"]] if "chat_template" in given else map(_text, map(folder.joinpath, _TEMPLATES))
+    text = next((text for text in texts if _DATE in str(text)), "")
+    if not text or (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given):
+        return
+    cure = f"give {_DATE_ARGUMENT}" if _DATE_ARGUMENT in text else "give its text with a fixed date as chat_template"
+    yield (
+        f"data.apply_chat_template_kwargs: the chat template writes the day's date into prompts ({_DATE}), so the run "
+        f"cannot be resumed on another day; {cure}"
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_text(file, _TEMPLATE_BYTES, errors="replace")
+    except (OSError, ValueError):
+        return ""
 
 
 def _readable(file: str) -> bool:

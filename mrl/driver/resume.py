@@ -424,7 +424,8 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
     if manifest.trainer["data_fingerprint"] != data_fingerprint:
         raise DataError(
             f"{folder} was trained on other prompts than data.train_files gives now, so its place in the data means "
-            f"nothing here; give the same files, tokenizer and limits, or {new_run(manifest)}"
+            "nothing here; give the same files, tokenizer and limits (and the same day to a chat template that writes "
+            f"the date), or {new_run(manifest)}"
         )
 
 

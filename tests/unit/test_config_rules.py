@@ -284,6 +284,34 @@ def test_a_wide_gspo_clip_is_legal_and_noted():
     assert "clip_ratio_low = 0.05 is wide for gspo" in note
 
 
+GPT_OSS = '{{ "Current date: " + strftime_now("%Y-%m-%d") }}'
+LLAMA = (
+    '{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{{ date_string }}'
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "cure"),
+    [
+        (GPT_OSS, {}, "give its text with a fixed date as chat_template"),
+        (GPT_OSS, {"chat_template": "{{ messages }}"}, None),
+        (LLAMA, {}, "give date_string"),
+        (LLAMA, {"date_string": "26 Jul 2024"}, None),
+        ("{{ messages }}", {}, None),
+        ("{{ messages }}", {"chat_template": GPT_OSS}, "give its text with a fixed date"),
+    ],
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_that_writes_the_date_is_noted_since_a_checkpoint_belongs_to_its_prompts(
+    tmp_path, file, template, given, cure
+):
+    """As the published templates of gpt-oss-20b and Llama-3.2 call transformers' strftime_now."""
+    (tmp_path / file).write_text(template if file.endswith(".jinja") else json.dumps({"chat_template": template}))
+    kwargs = f"data.apply_chat_template_kwargs={json.dumps(given)}"
+    found = [n for n in notes(load_config(TINY, overrides=[f"model.path={tmp_path}", kwargs]), TINY_MODEL)]
+    assert [cure in note and "cannot be resumed on another day" in note for note in found] == [True] * bool(cure)
+
+
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [
