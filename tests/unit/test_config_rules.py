@@ -308,7 +308,7 @@ def test_a_template_that_writes_the_date_is_noted_since_a_checkpoint_belongs_to_
     """As the published templates of gpt-oss-20b and Llama-3.2 call transformers' strftime_now."""
     (tmp_path / file).write_text(template if file.endswith(".jinja") else json.dumps({"chat_template": template}))
     kwargs = f"data.apply_chat_template_kwargs={json.dumps(given)}"
-    found = [n for n in notes(load_config(TINY, overrides=[f"model.path={tmp_path}", kwargs]), TINY_MODEL)]
+    found = notes(load_config(TINY, overrides=[f"model.path={tmp_path}", kwargs]), TINY_MODEL)
     assert [cure in note and "cannot be resumed on another day" in note for note in found] == [True] * bool(cure)
 
 
