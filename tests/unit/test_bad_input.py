@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,7 +99,9 @@ def train(world, monkeypatch, capfd):
 
 
 def children() -> list[str]:
-    return [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    """Processes below this one, without multiprocessing's own, which stays once a test has begun it."""
+    found = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    return [pid for pid in found if pid != str(resource_tracker._resource_tracker._pid)]
 
 
 @pytest.fixture
