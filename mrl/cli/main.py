@@ -121,9 +121,9 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers
         if leftovers:
             refuse_leftovers(options, leftovers)
             parser.error(f"unrecognized arguments: {' '.join(leftovers)}")
-        _check_directory()
         options.run(options)
-    except MrlError as error:
+    except (MrlError, FileNotFoundError) as error:
+        error = _of_directory(error)
         print("\n".join([f"mrl {options.command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
@@ -131,14 +131,18 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace, leftovers
         raise SystemExit(Interrupted.exit_code) from None
 
 
-def _check_directory() -> None:
+def _of_directory(error: MrlError | FileNotFoundError) -> MrlError:
+    """Returns the error, or what is said where it comes of a current directory that was removed. Raises any other."""
+    if isinstance(error, MrlError):
+        return error
     try:
         os.getcwd()
-    except OSError as error:
-        raise EnvironmentFault(
-            f"the current directory cannot be used ({error.strerror}), and relative paths start there; cd to one that "
+    except OSError as gone:
+        return EnvironmentFault(
+            f"the current directory cannot be used ({gone.strerror}), and relative paths start there; cd to one that "
             "exists"
-        ) from None
+        )
+    raise error
 
 
 class _Plain:

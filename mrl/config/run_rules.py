@@ -376,7 +376,7 @@ def _missing(field: str, config: RunConfig, seen: bool | None) -> Iterator[Viola
 
 def _unread(path: str) -> str | None:
     """Returns why what is written in place of a path is none on any host; None where it may be one."""
-    if re.search(r"\$[A-Za-z_{(]", path):
+    if re.search(r"(^|/)\$[A-Za-z_{(]", path):
         return (
             "variables of a shell are not read in a file: write the path, or give it by --set, where a shell reads it"
         )
@@ -443,9 +443,8 @@ def template_notes(config: RunConfig) -> Iterator[str]:
     """
     given = config.data.apply_chat_template_kwargs
     folder = Path(config.model.path)
-    texts = [given["chat_template"]] if "chat_template" in given else map(_text, map(folder.joinpath, _TEMPLATES))
-    text = next((text for text in texts if _DATE in str(text)), "")
-    if not text or (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given):
+    text = given.get("chat_template") or next(filter(None, map(_text, map(folder.joinpath, _TEMPLATES))), "")
+    if _DATE not in text or (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given):
         return
     cure = f"give {_DATE_ARGUMENT}" if _DATE_ARGUMENT in text else "give its text with a fixed date as chat_template"
     yield (
@@ -519,7 +518,9 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     folder = run_dir(config.trainer).absolute()
     why = "the run writes its checkpoints and metrics there"
     existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
-    if not existing.is_dir():
+    if unread := _unread(str(run_dir(config.trainer))):
+        yield Violation("trainer.run_dir", "is no folder", unread)
+    elif not existing.is_dir():
         yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from mrl.config.schema_actor import Dtype
 from mrl.config.section import Section, key, must_be
 from mrl.model.quantised import BLOCK
+from mrl.units import MOST_DEVICES
 
 _NO_FILTER = must_be(lambda k: k == -1 or k >= 1, "must be -1 (no filter) or at least 1", "so many tokens are left", -1)
 
@@ -17,7 +18,7 @@ class ValSamplingConfig(Section):
         1,
         "Validation responses per prompt.",
         ge=1,
-        le=100_000,
+        le=MOST_DEVICES,
         advice="32 or 64 for small sets such as AIME: few problems need many responses.",
         verl="actor_rollout_ref.rollout.val_kwargs.n",
     )
@@ -328,7 +329,7 @@ class RolloutConfig(Section):
         1,
         "Number of independent engines. Prompts are spread over them.",
         ge=1,
-        le=100_000,
+        le=MOST_DEVICES,
         advice="Many engines of small tensor parallelism generate faster than few of large. They hold more copies of "
         "the weights.",
     )
@@ -388,7 +389,7 @@ class RolloutConfig(Section):
         8,
         "Responses per prompt. They form the group that advantages are relative to.",
         ge=1,
-        le=100_000,
+        le=MOST_DEVICES,
         advice="8 to 16. DAPO uses 16, GRPO's first paper 64.",
         verl="actor_rollout_ref.rollout.n",
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mrl.config.section import PLAIN_NAME, PRINTABLE, Section, key, must_be
+from mrl.units import MOST_DEVICES
 
 _EVERY = must_be(lambda n: n == -1 or n >= 1, "must be -1 or at least 1 step", "-1 switches it off", -1, 1)
 
@@ -202,7 +203,7 @@ class ClusterConfig(Section):
     device: Literal["cpu", "cuda", "npu"] = key(
         "cuda", "Kind of device that ranks and engines run on.", verl="trainer.device"
     )
-    nnodes: int = key(1, "Number of nodes.", ge=1, le=100_000, verl="trainer.nnodes")
+    nnodes: int = key(1, "Number of nodes.", ge=1, le=MOST_DEVICES, verl="trainer.nnodes")
     n_gpus_per_node: int = key(
         1,
         "Devices of a node. On cpu: ranks of a node.",

@@ -53,7 +53,8 @@ class TurnImages:
         """
         try:
             self._times.append(self._now())
-            self._put_back()
+            if len(self._times) == 1:
+                self._put_back()
             if len(self._times) < self._times.maxlen:
                 return 0
             named = frozenset().union(self._of_data, *self._names_of_steps().values(), *self._names_of_groups())
@@ -68,11 +69,10 @@ class TurnImages:
     def _put_back(self) -> None:
         """Undoes removals during which an earlier process was killed; an image may have been used at that moment."""
         for aside in self._run.images.glob("??/.*" + _ASIDE):
-            file = aside.with_name(aside.name[1:].removesuffix(_ASIDE))
-            if file.exists():
+            with suppress(OSError):  # another user's
+                with suppress(FileExistsError):  # it was stored again
+                    os.link(aside, aside.with_name(aside.name[1:].removesuffix(_ASIDE)))
                 aside.unlink()
-            else:
-                aside.rename(file)
 
     def _now(self) -> float:
         self._run.images.mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,7 @@ def _header(file: Path, size: int) -> tuple[dict, int]:
     """Returns the JSON at a file's beginning, and its length. Raises OSError and ValueError."""
     with os.fdopen(open_regular(file), "rb") as stream:
         begin = stream.read(8)
-        if LFS_POINTER.startswith(begin) and begin:
+        if begin == LFS_POINTER[:8]:
             raise ValueError(f"it {NOT_PULLED}")
         length = int.from_bytes(begin, "little")
         if not 2 <= length <= min(_HEADER_LIMIT, size - 8):

@@ -124,8 +124,8 @@ def process_memory(
 def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ()) -> int:
     """Returns the bytes of all CPU storages that Python knows, each once, without those under `on_host`.
 
-    The collector does not list what `gc.freeze` has frozen, as `note_baseline` and vLLM do. Pass such tensors in
-    `roots`.
+    The collector does not list what `gc.freeze` has frozen, as imports (mrl/platforms/imports.py), `note_baseline` and
+    vLLM do. Pass such tensors in `roots`.
     """
     import torch
 

@@ -236,7 +236,7 @@ def step_of(file: Path) -> int:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics.jsonl in order, without a torn last line; nothing if the file is absent.
 
-    Raises ConfigError, naming the line, when a line in the middle is not a JSON object.
+    Raises ConfigError, naming the line, when a line in the middle is not a JSON object of numbers and texts.
     """
     return [row for _, row in _whole_lines(path)]
 

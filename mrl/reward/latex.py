@@ -87,9 +87,10 @@ _EMPTY = re.compile(r"\\varnothing|\\\{\s*\\\}")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[a-z])(?![a-zA-Z])")
 _NO_COMMAND = re.compile(r"(?<![A-Za-z\\])(?:pi(?![A-Za-z])|(?:sqrt|exp|sin|cos|tan|log|ln)(?=\())")
 _ROUND_ROOT = re.compile(r"\\sqrt\s*\(([^()]*)\)")
-_BASE = re.compile(r"\\log\s*_\s*([0-9a-z])\s*")  # of a logarithm, without braces
-# a number as programs print it; 2e-1 with one digit stays 2 times the constant, minus 1
-_PRINTED = re.compile(r"(?<![\w.])(?:(1|\d*\.\d+)[eE]([+-]?\d{1,3})|(\d+)[eE](\d{1,3}|[+-]\d\d\d?))(?![\w.])", re.ASCII)
+# base of a logarithm without braces: all its digits before a blank, bracket or letter; else one, as TeX has it
+_BASE = re.compile(r"\\log\s*_\s*(?:(\d+|[a-z])(?=[\s({\\A-Za-z])|(\d))\s*", re.ASCII)
+# an answer as programs print numbers: neither hexadecimal (1E2) nor times Euler's number (2e-1, 5e+12)
+_PRINTED = re.compile(r"([+-]?)(?:(\d*\.\d+)[eE]([+-]?\d{1,3})|(1)e([+-]?\d{1,3})|(\d+)[eE]([+-]0\d))", re.ASCII)
 _PLUS_NEGATIVE = re.compile(r"(?<=[\w)}])\s*\+\s*-\s*(?=[\w\\(.])")
 _DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])")
 
@@ -110,11 +111,10 @@ _SEPARATOR = re.compile(r",|;|\s+(?:and|or)\s+")
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact number, its unit, and whether it was written with a decimal point."""
+    """An exact number and its unit."""
 
     value: Fraction
     unit: str = ""
-    decimal: bool = False
 
 
 def clean(text: str) -> str:
@@ -137,11 +137,13 @@ def clean(text: str) -> str:
     text = _NO_COMMAND.sub(lambda m: rf"\{m[0]} ", text)
     text = _TIMES_BINOMIAL.sub(lambda m: r"\cdot ", _in_braces(_before_its_parts(text)))
     text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", _ROUND_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text))
-    text = _PRINTED.sub(lambda m: rf"{m[1] or m[3]} \times 10^{{{int(m[2] or m[4])}}}", text)
-    text = _BASE.sub(lambda m: rf"\log_{{{m[1]}}} ", text)
+    text = _BASE.sub(lambda m: rf"\log_{{{m[1] or m[2]}}} ", text)
     text = _PLUS_NEGATIVE.sub("-", re.sub(r"\s+", " ", text)).strip()
     text = text.removeprefix("=").lstrip()
     text = _without_braces(text[:-1].rstrip() if text.endswith(".") else text)
+    if printed := _PRINTED.fullmatch(text):
+        digits, exponent = filter(None, printed.groups()[1:])
+        return rf"{printed[1]}{digits} \times 10^{{{int(exponent)}}}"
     if real := _ALL_REAL.fullmatch(text):
         return rf"{real[1]}(-\infty,\infty)"
     if _EMPTY.fullmatch(text):
@@ -236,7 +238,7 @@ def quantity(text: str) -> Quantity | None:
     value = _number(body.strip())
     if value is None:
         return None
-    return Quantity(value, unit, "." in body)
+    return Quantity(value, unit)
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -294,7 +296,8 @@ def _repeating(whole: str, before: str, braced: str | None, plain: str) -> Fract
 
 
 _NUMBERS = (
-    (_RATIO, _ratio), (_MIXED, _mixed), (_SCIENTIFIC, _scientific), (_REPEATING, _repeating),
+    (_RATIO, _ratio), (_MIXED, _mixed), (_SCIENTIFIC, _scientific),
+    (_REPEATING, _repeating),
 )  # fmt: skip
 
 

@@ -312,6 +312,12 @@ def test_a_template_that_writes_the_date_is_noted_since_a_checkpoint_belongs_to_
     assert [cure in note and "cannot be resumed on another day" in note for note in found] == [True] * bool(cure)
 
 
+def test_a_template_of_its_own_file_comes_before_a_dated_one_in_the_tokenizers_as_transformers_has_it(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": GPT_OSS}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert notes(load_config(TINY, overrides=[f"model.path={tmp_path}"]), TINY_MODEL) == []
+
+
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [

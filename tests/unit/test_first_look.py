@@ -92,6 +92,14 @@ def test_what_is_a_path_on_no_host_is_a_fault_as_hydra_would_read_it(folder, wri
     assert why in found.why and unseen_files(resolved.config) == []
 
 
+def test_a_dollar_inside_of_a_name_is_no_variable_and_one_of_the_runs_folder_is(folder):
+    resolved = config_with("data.train_files=/cluster/users/a$b/train.parquet")
+    model = planning_model_spec(resolved.config.model.path)[0]
+    assert seen_violations(resolved, model) == [] and "a$b" in " ".join(unseen_files(resolved.config))
+    (found,) = seen_violations(config_with("trainer.run_dir=$HOME/runs/x"), model)
+    assert found.field == "trainer.run_dir" and "variables of a shell" in found.why
+
+
 def test_a_misspelt_folder_is_a_fault_where_the_file_is_in_its_neighbour(folder, monkeypatch):
     monkeypatch.setenv(VERBOSE, "1")  # folders of tests may have long names
     Path("data/gsm8k").mkdir(parents=True)

@@ -1306,6 +1306,7 @@ def test_an_entry_point_below_a_folder_of_recipes_is_found_and_all_checkpoints_a
 OWN_CODE = (
     "recipe.sppo.main_sppo", "recipe.spin.main_spin", "recipe.prime.main_prime", "recipe.flowrl.main_flowrl",
     "recipe.spo.spo_main_ppo", "recipe.rl.math.main_dapo_fit", "verl.trainer.main_ppo_format",
+    "recipe.dapo.main_dapo_kl", "recipe.dapo.main_dapo2", "dapo.main_dapo_fit", "verl.experimental.gae.main_ppo_custom",
 )  # fmt: skip
 
 

@@ -306,8 +306,10 @@ while True:
 """
 
 
-def killed_sessions(backend, count: int) -> list[str]:
-    """Kills processes with sandboxes at drawn moments, under a keeper as tools are. Returns what is left of them."""
+def killed_sessions(backend, count: int, temporary: Path) -> list[str]:
+    """Kills processes with sandboxes at drawn moments, under a keeper as tools are. Returns what is left of them, also
+    in their folder of temporary files.
+    """
     import random
 
     spec, image = backend
@@ -321,8 +323,9 @@ def killed_sessions(backend, count: int) -> list[str]:
     latest = 0.6 if spec.backend == "bubblewrap" else 4.0
     for number in range(count):
         process = subprocess.Popen(
-            [sys.executable, "-c", keeper, script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+            [sys.executable, "-c", keeper, script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=os.environ | {"TMPDIR": str(temporary)},
+        )  # fmt: skip
         time.sleep(picker.uniform(0.15, latest))
         process.send_signal((signal.SIGTERM, signal.SIGKILL)[number % 2])
         process.wait(30)
@@ -334,19 +337,19 @@ def killed_sessions(backend, count: int) -> list[str]:
             # the next run's, which removes what a killed keeper could not: a daemon that has much to do still makes
             # what it was asked for
             start(spec, image).end()
-        left = left_over(marker)
+        left = left_over(marker) + os.listdir(temporary)
         if spec.backend == "docker":
             left += left_behind(spec.address)
     return left
 
 
 @BWRAP
-def test_nothing_is_left_of_sessions_that_are_killed(root):
+def test_nothing_is_left_of_sessions_that_are_killed(root, tmp_path):
     """Of containers the long test shows it: each takes a second to start."""
     backend = SandboxSpec("bubblewrap", **LIMITS), str(root)
-    assert killed_sessions(backend, 4) == []
+    assert killed_sessions(backend, 4, tmp_path) == []
 
 
 @pytest.mark.long
-def test_nothing_is_left_of_two_hundred_sessions_that_are_killed(backend):
-    assert killed_sessions(backend, 200) == []
+def test_nothing_is_left_of_two_hundred_sessions_that_are_killed(backend, tmp_path):
+    assert killed_sessions(backend, 200, tmp_path) == []

@@ -409,6 +409,18 @@ def test_a_description_that_would_run_something_is_refused_and_runs_nothing(mode
             read_pickle(data)
 
 
+def test_a_description_that_an_early_python_3_11_wrote_is_read(models, tmp_path, monkeypatch):
+    """Enum.__reduce_ex__ of 3.11.2, Debian 12's: a member is getattr of its class and name."""
+    monkeypatch.setattr("enum.Enum.__reduce_ex__", lambda self, _: (getattr, (type(self), self._name_)))
+    folder = saved_by_torch(models, tmp_path)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf", VERIFIED)
+    assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
+    for wanted in (Runs(getattr, "text", "upper"), Runs(getattr, Runs(Path, "a"), "touch"), Runs(getattr, Path, 1)):
+        with pytest.raises(ValueError, match="it asks for"):
+            read_pickle(pickle.dumps(wanted))
+
+
 def redescribed(folder: Path, key: str, change) -> None:
     """`change` is applied to (offsets, sizes) of the one block of a tensor, in both places that name it."""
     with (folder / ".metadata").open("rb") as file:

@@ -23,12 +23,13 @@ from mrl.tools.import_verl.verl_defaults import VERL_DEFAULTS
 # Modules that train with reinforcement learning. `recipe.dapo.main_dapo` adds dynamic sampling to the same keys; a copy
 # of that recipe may lie in any folder.
 _ENTRY = re.compile(
-    r"(verl\.trainer\.main_ppo\w*|((verl_)?recipe\.)?(?<![a-z_])dapo\.main_dapo|"
-    r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.(\w+\.){1,3}(\w*_)?main(?!_eval|_gen|_sft)(_\w+)?)"
+    r"(verl\.trainer\.main_ppo\w*|((verl_)?recipe\.)?(?<![a-z_])dapo\.main_dapo\w*|"
+    r"verl\.experimental\.\w+\.(main_ppo\w*|\w*_main)|recipe\.(\w+\.){1,3}(\w*_)?main(?!_eval|_gen|_sft)(_\w+)?)"
+    r"(?![\w.])"
 )
 # Of these, the modules that train as their keys say. Others have a loss, an estimator or rewards of their own in code.
 _AS_KEYS_SAY = re.compile(
-    r"verl\.trainer\.main_ppo(_sync|_v0)?|verl\.experimental\..*|(\w+\.)*dapo\.(\w+\.)?main_dapo|"
+    r"verl\.trainer\.main_ppo(_sync|_v0)?|verl\.experimental\.\w+\.(main_ppo|\w*_main)|(\w+\.)*dapo\.(\w+\.)?main_dapo|"
     r"recipe\.(one_step_off_policy|fully_async_policy|partial_rollout|entropy|dynamo)\..*"
 )
 _ASCEND = re.compile(r"ASCEND_|HCCL_|VLLM_ASCEND_")  # environment variables
