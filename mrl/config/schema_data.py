@@ -31,7 +31,7 @@ class DataConfig(Section):
     image_key: str = key(
         "images",
         "Column that holds a row's images, with model.vision: a list of bytes, {bytes, path}, paths, or URLs "
-        "(file:, data:). Paths lie in the folder of the data file. The prompt has <image>, or a part of the type image, "
+        "(file:, data:). Paths lie in the folder of the data file. The prompt has <image>, or a part of type image, "
         "for each.",
         advice="images, unless your files name it otherwise.",
     )
