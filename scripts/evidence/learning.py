@@ -1,7 +1,7 @@
 """Does it learn? Runs of several recipes and seeds from one start, with random rewards as the control: a table,
 a figure, a verdict.
 
-    python scripts/evidence/learning.py algorithms RUNS [--seeds 0 1 2] [--steps N] [--out docs/results]
+    python scripts/evidence/learning.py algorithms RUNS [--seeds 0 1 2] [--steps N] [--out FOLDER]
 
 algorithms       GSPO, GRPO and DAPO on the tiny MoE
 critic           PPO, which has a critic
@@ -9,7 +9,8 @@ staleness        GSPO on responses of older weights, without and with rollout co
 long_world       GSPO on responses of 320 tokens
 long_control     random rewards for such responses; with a quarter of the learning rate; with the usual clip
 
-Each run has a folder RECIPE-SEED in RUNS; a second call goes on where the first ended. Writes NAME.json and NAME.png.
+Each run has a folder RUNS/NAME/RECIPE-SEED; a second call goes on where the first ended, and refuses runs that were
+made with other settings. Writes NAME.json and NAME.png into docs/results; with seeds or steps of one's own into --out.
 Exits with an error where the control moved by more than CONTROL_POINTS, or a recipe gained no more than the control.
 """
 
@@ -17,8 +18,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,25 +95,50 @@ EXPERIMENTS = {
 }  # fmt: skip
 
 
-def train(experiment: Experiment, runs: Path, seeds: list[int], steps: int | None) -> None:
-    """Makes the runs that are not there yet, and the world where there is none."""
-    world = ROOT / f"{experiment.world}-world"
-    if not (world / "model").exists():
-        script = ROOT / "scripts" / f"make_{experiment.world}_world.py"
-        subprocess.run([sys.executable, str(script), "--out", str(world), "--seed", "0"], check=True)
+def train(name: str, runs: Path, seeds: Sequence[int], steps: int | None) -> None:
+    """Makes the runs of an experiment that are not there yet, and the world where there is none.
+
+    Raises SystemExit where a run was made or begun with other settings.
+    """
+    experiment = EXPERIMENTS[name]
+    script, world = f"scripts/make_{experiment.world}_world.py", ROOT / f"{experiment.world}-world"
+    subprocess.run([sys.executable, script, "--out", str(world), "--seed", "0"], cwd=ROOT, check=True)
     for seed in seeds:
-        for name, given in experiment.recipes.items():
-            run = runs / f"{name}-{seed}"
-            done = runs / f"{run.name}.done"
-            if done.exists():
-                continue
+        for recipe, given in experiment.recipes.items():
+            run = folder(runs, name, recipe, seed)
             own = sets(f"trainer.seed={seed}", "trainer.resume_mode=auto")
             if steps:
                 own += sets(f"trainer.total_training_steps={steps}")
-            preset = f"parallel_configs/{experiment.preset}/cpu.yaml"
-            command = [sys.executable, "-m", "mrl.cli.main", "train", preset, "--run-dir", str(run.resolve())]
-            subprocess.run([*command, *given, *own], cwd=ROOT, check=True)
-            done.touch()
+            settings = [f"parallel_configs/{experiment.preset}/cpu.yaml", *given, *own]
+            if not begin(run, settings):
+                continue
+            preset, *words = settings
+            command = [sys.executable, "-m", "mrl.cli.main", "train", preset, "--run-dir", str(run.resolve()), *words]
+            subprocess.run(command, cwd=ROOT, check=True)
+            beside(run, "done").write_text(json.dumps(settings))
+
+
+def folder(runs: Path, name: str, recipe: str, seed: int) -> Path:
+    """The directory of a run."""
+    return runs / name / f"{recipe}-{seed}"
+
+
+def beside(run: Path, state: str) -> Path:
+    """The file that says with which settings a run was begun or done."""
+    return run.with_name(f"{run.name}.{state}")
+
+
+def begin(run: Path, settings: list[str]) -> bool:
+    """Whether the run is still to be made. Raises SystemExit where what is there has other settings."""
+    begun, done = beside(run, "begun"), beside(run, "done")
+    for state in (begun, done):
+        if state.exists() and (held := state.read_text()) != json.dumps(settings):
+            raise SystemExit(f"{run} was made with other settings: {held or 'unknown'}; give another folder of runs")
+    if run.exists() and not begun.exists():
+        raise SystemExit(f"{run} was made with unknown settings; give another folder of runs")
+    run.parent.mkdir(parents=True, exist_ok=True)
+    begun.write_text(json.dumps(settings))
+    return not done.exists()
 
 
 @dataclass(frozen=True)
@@ -133,7 +158,9 @@ class Curve:
 
 
 def read(run_dir: Path) -> Curve:
-    """Raises SystemExit where the run was never validated twice."""
+    """Raises SystemExit where there is no such run, or it was never validated twice."""
+    if not (run_dir / METRICS).is_file():
+        raise SystemExit(f"there is no run in {run_dir}")
     rows = read_metrics(run_dir / METRICS)
     points = [
         (row["training/global_step"], v)
@@ -178,14 +205,9 @@ def draw(curves: dict[str, list[Curve]], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def read_all(runs: Path) -> dict[str, list[Curve]]:
-    """Curves of each recipe, of the folders RECIPE-SEED. Raises SystemExit where there is none."""
-    curves: dict[str, list[Curve]] = defaultdict(list)
-    for folder in sorted(path for path in runs.iterdir() if (path / METRICS).is_file()):
-        curves[folder.name.rpartition("-")[0]].append(read(folder))
-    if not curves:
-        raise SystemExit(f"{runs} holds no runs named RECIPE-SEED")
-    return curves
+def read_all(name: str, runs: Path, seeds: Sequence[int]) -> dict[str, list[Curve]]:
+    """Curves of each recipe of an experiment, one a seed. Raises SystemExit where a run is missing."""
+    return {recipe: [read(folder(runs, name, recipe, seed)) for seed in seeds] for recipe in EXPERIMENTS[name].recipes}
 
 
 def result(curves: dict[str, list[Curve]], command: str) -> dict:
@@ -224,11 +246,21 @@ def check(curves: dict[str, list[Curve]]) -> None:
         )
 
 
-def summarise(name: str, runs: Path, out: Path) -> None:
+def command_of(name: str, seeds: Sequence[int] | None, steps: int | None) -> str:
+    """What made the runs, as it was called."""
+    words = ["python scripts/evidence/learning.py", name, "RUNS"]
+    words += ["--seeds", *map(str, seeds)] if seeds else []
+    words += ["--steps", str(steps)] if steps else []
+    return " ".join([*words, "--out OUT"] if seeds or steps else words)
+
+
+def summarise(
+    name: str, runs: Path, out: Path, own_seeds: Sequence[int] | None = None, steps: int | None = None
+) -> None:
     """Writes the figures of the runs, and prints them. Raises SystemExit where a goal was missed."""
-    curves = read_all(runs)
+    curves = read_all(name, runs, own_seeds or EXPERIMENTS[name].seeds)
     draw(curves, EXPERIMENTS[name].title, out / f"{name}.png")
-    made = result(curves, f"python scripts/evidence/learning.py {name} RUNS")
+    made = result(curves, command_of(name, own_seeds, steps))
     (out / f"{name}.json").write_text(json.dumps(made, indent=2) + "\n")
     print(json.dumps(made))
     check(curves)
@@ -240,13 +272,14 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", help="in place of the experiment's own")
     parser.add_argument("--steps", type=int, help="in place of the experiment's own")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=Path, help="docs/results where neither seeds nor steps are given")
     args = parser.parse_args()
+    if (args.seeds or args.steps) and args.out is None:
+        parser.error("--out must be given with --seeds or --steps: docs/results is of the experiment's own")
     if changed := changes():
         parser.error(f"commit these first, results name a commit:\n{changed}")
-    experiment = EXPERIMENTS[args.name]
-    train(experiment, args.runs, args.seeds or list(experiment.seeds), args.steps)
-    summarise(args.name, args.runs, args.out)
+    train(args.name, args.runs, args.seeds or EXPERIMENTS[args.name].seeds, args.steps)
+    summarise(args.name, args.runs, args.out or ROOT / "docs" / "results", args.seeds, args.steps)
 
 
 if __name__ == "__main__":

@@ -86,15 +86,56 @@ def write_run(folder, scores):
     sink.close()
 
 
-def test_algorithms_are_compared_over_their_seeds(script, tmp_path, monkeypatch):
-    learning = script("evidence/learning.py")
+@pytest.fixture
+def learning(script):
+    return script("evidence/learning.py")
+
+
+def test_algorithms_are_compared_over_their_seeds(learning, tmp_path):
+    runs = tmp_path / "runs" / "algorithms"
     for seed in (0, 1):
-        write_run(tmp_path / "runs" / f"gspo-{seed}", [0.2, 0.5 + 0.1 * seed])
-        write_run(tmp_path / "runs" / f"control-{seed}", [0.2, 0.18])
-    learning.summarise("algorithms", tmp_path / "runs", tmp_path)
-    found = json.loads((tmp_path / "algorithms.json").read_text())["algorithms"]
+        for recipe in ("gspo", "grpo", "dapo"):
+            write_run(runs / f"{recipe}-{seed}", [0.2, 0.5 + 0.1 * seed])
+        write_run(runs / f"control-{seed}", [0.2, 0.18])
+    write_run(runs / "control-2", [0.2, 0.3])  # of a seed that is not asked for
+    write_run(runs / "ppo-0", [0.2, 0.2])  # of another experiment
+    learning.summarise("algorithms", tmp_path / "runs", tmp_path, [0, 1], 30)
+    made = json.loads((tmp_path / "algorithms.json").read_text())
+    assert made["command"] == "python scripts/evidence/learning.py algorithms RUNS --seeds 0 1 --steps 30 --out OUT"
+    found = made["algorithms"]
+    assert found.keys() == {"gspo", "grpo", "dapo", "control"}
     assert found["gspo"]["gain_points"] == [30.0, 40.0] and found["control"]["gain_points"] == [-2.0, -2.0]
     assert found["gspo"]["gen_batches"] == [6.0, 6.0] and (tmp_path / "algorithms.png").stat().st_size > 1000
-    write_run(tmp_path / "runs" / "control-2", [0.2, 0.3])
+    with pytest.raises(SystemExit, match=r"there is no run in .*gspo-2"):
+        learning.summarise("algorithms", tmp_path / "runs", tmp_path)
+    for recipe in ("gspo", "grpo", "dapo"):
+        write_run(runs / f"{recipe}-2", [0.2, 0.5])
     with pytest.raises(SystemExit, match=r"the control moved by 10\.0 points"):
         learning.summarise("algorithms", tmp_path / "runs", tmp_path)
+    assert json.loads((tmp_path / "algorithms.json").read_text())["command"].endswith(" algorithms RUNS")
+
+
+def test_runs_are_made_once_and_those_of_other_settings_are_refused(learning, tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(learning.subprocess, "run", lambda command, **_: called.append(command))
+    learning.train("critic", tmp_path, [0], 5)
+    world, *runs = called
+    assert world[1:] == ["scripts/make_tiny_world.py", "--out", str(ROOT / "tiny-world"), "--seed", "0"]
+    assert [run[run.index("--run-dir") + 1] for run in runs] == [
+        str(tmp_path / "critic" / name) for name in ("ppo-0", "control_ppo-0")
+    ]
+    assert all("trainer.total_training_steps=5" in run for run in runs)
+    learning.train("critic", tmp_path, [0], 5)
+    assert called[3:] == [world], "the runs are done"
+    (tmp_path / "critic" / "ppo-0.done").unlink()  # it was interrupted
+    with pytest.raises(SystemExit, match="ppo-0 was made with other settings"):
+        learning.train("critic", tmp_path, [0], None)
+    with pytest.raises(SystemExit, match="control_ppo-0 was made with other settings"):
+        learning.begin(tmp_path / "critic" / "control_ppo-0", ["other"])
+
+
+def test_results_of_other_seeds_or_steps_do_not_replace_the_experiments_own(learning, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["learning.py", "critic", str(tmp_path), "--steps", "2"])
+    with pytest.raises(SystemExit):
+        learning.main()
+    assert "--out must be given" in capsys.readouterr().err and not list(tmp_path.iterdir())
