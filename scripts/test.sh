@@ -3,8 +3,8 @@
 # `main` concerns (`changed COMMIT`: from COMMIT; scripts/changed_tests.py says which), `scripts/test.sh unit` all that start
 # nothing, `scripts/test.sh docs` builds the site of docs/ and fails for a link that leads nowhere, `scripts/test.sh browser`
 # runs those that look at pages in Debian's chromium, and are skipped where it or its driver is not installed, and
-# `scripts/test.sh long` those that `all` leaves out (`scripts/test.sh long tests/real/test_sync.py` those of a file).
-# Further arguments go to pytest.
+# `scripts/test.sh long` those that `all` leaves out, and tests/proofs (`scripts/test.sh long tests/real/test_sync.py` those
+# of a file). Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case "${1:-all}" in
@@ -34,6 +34,7 @@ long() {
     if [ -e "${1:-}" ]; then python -m pytest -m long "$@"; return; fi
     python -m pytest tests/unit -m long $(report long_unit) "$@"
     python -m pytest tests/real -m long $(report long) "$@"
+    python -m pytest tests/proofs -m long $(report long_proofs) "$@"
 }
 
 case "${1:-all}" in

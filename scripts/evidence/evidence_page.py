@@ -14,8 +14,8 @@ _INTRO = """# Evidence
 
 Questions of a user who decides, each with a figure, its commit and machine, and the command that makes it.
 `scripts/evidence/release.sh` makes all rows of two cores at a release, in at most two hours. Numbers after a question
-refer to the list in README.md (What you can rely on). Earlier figures with commit and command are in
-`scripts/evidence/history.jsonl`; faults that a run must survive are in [faults](faults.md).
+refer to the list in README.md (What you can rely on). Earlier figures are in `scripts/evidence/history.jsonl`,
+with commit and that commit's command; faults that a run must survive are in [faults](faults.md).
 """
 _DIFFERENCES = """
 ## Differences from peers
@@ -36,13 +36,13 @@ rewards were all 0. No preset but tiny-moe and long-moe has run at its size.
 
 ## Missed besides
 
-Reasons and commands are in the history. Cold start: 16.8 s to the first answer, half of 21.4 was the goal. A sync
-that merges adapters: 1.34 times a plain one (1.3). An engine with adapters, where two experts tie: 0.033 off in one
-step of 180 (1e-4). Random rewards on the long world: -3.9, -9.6 and -7.1 points (6). A sleeping engine holds 67 to 74
-MiB (16 planned). The driver with routes: 1.85 bytes a token (1). Both engines killed at once: 20.3 s (20). A resumed
-rank of 235B on 128 finds its tensors in 278 MB (200). Launches of copies in a sync of 235B with EP16: 712 (500).
-DeepEP has no pinned build, presets of 235B no micro-batches of two longest samples, and FP8 values are made for each
-engine.
+Reasons are in the history, with commands as of the commits named there. Cold start: 16.8 s to the first answer, half
+of 21.4 was the goal. A sync that merges adapters: 1.34 times a plain one (1.3). An engine with adapters, where two
+experts tie: 0.033 off in one step of 180 (1e-4). Random rewards on the long world: -3.9, -9.6 and -7.1 points (6;
+`python scripts/evidence/learning.py long_control RUNS`). A sleeping engine holds 67 to 74 MiB (16 planned). The
+driver with routes: 1.85 bytes a token (1). Both engines killed at once: 20.3 s (20). A resumed rank of 235B on 128
+finds its tensors in 278 MB (200). Launches of copies in a sync of 235B with EP16: 712 (500). DeepEP has no pinned
+build, presets of 235B no micro-batches of two longest samples, and FP8 values are made for each engine.
 """
 
 

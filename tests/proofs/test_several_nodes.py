@@ -12,17 +12,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from network import SUBNET, network, refusal
+from network import SUBNET, Node, network, refusal
 from ray_nodes import DASHBOARD, RayNodes, wait_for
 from world import PRESET, ROOT, make_world, overrides
 
 from mrl.checkpoint.step_folders import checkpoint_steps
+from mrl.cluster.process_logs import log_file
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.tools.compare_runs import checkpoint_difference, metrics_difference
@@ -171,13 +173,25 @@ def test_a_node_that_dies_ends_the_run_with_the_name_of_a_process_that_was_on_it
     with cluster(2) as rays:
         process = rays.mrl("train", str(PRESET), "--run-dir", str(run), *arguments)
         wait_for(lambda: checkpoint_steps(run / "checkpoints") or process.poll() is not None, RUN_S, "a first step")
+        lost = logs_of(rays.net.nodes[1], run)
         died = time.monotonic()
         rays.net.nodes[1].end()
         code, said = end_of(process)
     seconds = time.monotonic() - died
-    print(f"ended after {seconds:.1f} s: {said.splitlines()[-1]}")
-    assert code == Interrupted.exit_code and re.search(r"mrl train: .*(rank|engine|scorer) \d died", said)
-    assert seconds < 2 * NOTICED_S
+    print(f"ended after {seconds:.1f} s: {said.splitlines()[-1]}; the node had {sorted(lost)}")
+    named = re.search(r"mrl train: .*?((?:rank|engine|scorer) \d) died", said)
+    assert code == Interrupted.exit_code and named, said[-4000:]
+    assert log_file(named[1]) in lost
+    assert seconds < NOTICED_S
+
+
+def logs_of(node: Node, run: Path) -> set[str]:
+    """The files in logs/ that processes of a node write to: which ranks, engines and scorers it has."""
+    found = set()
+    for process in psutil.Process(node.pid).children(recursive=True):
+        with suppress(psutil.Error):  # one that has just ended
+            found |= {Path(file.path).name for file in process.open_files() if Path(file.path).parent == run / "logs"}
+    return found
 
 
 def test_a_node_that_dies_and_is_replaced_costs_no_bit(on_one_node, world, tmp_path):

@@ -41,6 +41,8 @@ def blocks(root: Path) -> Iterator[Block]:
 
 def test_each_command_of_the_tutorial_runs_as_it_is_written(tmp_path):
     clone = tmp_path / "mrl"
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert not changed.stdout, f"commit these first, the clone does not have them:\n{changed.stdout}"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     clean = {name: os.environ[name] for name in ("HOME", "PATH", "LANG") if name in os.environ}
     activate = clone / ".venv" / "bin" / "activate"

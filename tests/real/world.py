@@ -63,7 +63,8 @@ FOUR_STEPS = {
     "trainer__deterministic": True,
 }
 # GRPO with a KL to the start, replayed routes and a token budget: all that a run has to have again that goes on.
-# Offloaded tensors and an engine of TP2, as of a run whose ranks and engine take turns on the same devices.
+# Offloaded tensors and an engine of TP2, as of a run whose ranks and engine take turns on the same devices. The default
+# recipe (GSPO), nothing offloaded, is killed in long tests: test_resume, test_engines_back, those of test_rank_restart.
 RECIPE = "grpo"
 GRPO = ("--recipe", RECIPE)
 FOUR_GRPO_STEPS = FOUR_STEPS | {

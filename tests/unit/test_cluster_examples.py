@@ -1,6 +1,9 @@
 """The examples for Kubernetes and Slurm are what KubeRay's schema and Slurm's manual pages allow, and start what they
 say. tests/unit/schemas has of these what the examples use; each file names version, commit and file of what it was cut
-out of.
+out of. A new version's is cut from KubeRay's file in two steps: (1) of the served version v1 take openAPIV3Schema's
+`spec`, with the group and the name of the kind; (2) along launch/kuberay.yaml keep of each object only the properties
+that it has there, without descriptions and with `additionalProperties: false`, and of a list's items what any of them
+has; what is `required` stays.
 """
 
 import copy
