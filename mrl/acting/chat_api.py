@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import re
-from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from mrl.acting.client_tools import client_tool
-from mrl.data.images import bytes_in_url
+from mrl.data.images import base64_in_url, from_base64
 from mrl.data.samples import KnownImage
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -456,30 +455,19 @@ def _part(part: Any) -> str | ChatImage:
 
 
 def _of_url(url: Any) -> ChatImage:
-    try:
-        data = bytes_in_url(url) if isinstance(url, str) else None
-    except ValueError as error:
-        raise _no_base64(url.partition(",")[2], error) from error
+    data = base64_in_url(url) if isinstance(url, str) else None
     if data is None:
         raise BadRequest(
             f"an image is at {str(url)[:60]!r}: nothing is fetched; send its bytes as data:image/png;base64,..."
         )
-    return _image(data)
+    return _of_base64(data)
 
 
 def _of_base64(text: Any) -> ChatImage:
     try:
-        data = b64decode("".join(text.split()) if isinstance(text, str) else "?", validate=True)
-    except ValueError as error:  # binascii's own error, or that of a letter outside of ASCII
-        raise _no_base64(text, error) from error
-    return _image(data)
-
-
-def _no_base64(text: Any, error: ValueError) -> BadRequest:
-    return BadRequest(f"an image is {str(text)[:40]!r}, which is no base64: {error}")
-
-
-def _image(data: bytes) -> ChatImage:
+        data = from_base64(text if isinstance(text, str) else "?")
+    except ValueError as error:
+        raise BadRequest(f"an image is {str(text)[:40]!r}, which is no base64: {error}") from error
     return ChatImage(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
 
 

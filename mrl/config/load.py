@@ -310,8 +310,8 @@ def schema_violations(error: ValidationError, tree: Node) -> dict[_Path, Violati
 def rest_of(values: dict[str, Any], refused: Collection[_Path]) -> RunConfig:
     """Builds the configuration without the refused keys, so that rules about other keys can be judged.
 
-    Reading a refused key of it raises UnknownValue. `values` is the configuration as written, and is changed. Legal
-    stand-ins replace refused keys while the schema is checked, and are removed afterwards.
+    `values`, the configuration as written, is changed. Refused keys have a legal value while the schema is checked, and
+    none afterwards: reading such a key raises UnknownValue.
     """
     fields = {tuple(path.split(".")): field for path, field in schema_paths()}
     for path in refused:

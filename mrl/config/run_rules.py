@@ -444,7 +444,7 @@ def template_notes(config: RunConfig) -> Iterator[str]:
     given = config.data.apply_chat_template_kwargs
     folder = Path(config.model.path)
     text = given.get("chat_template") or next(filter(None, map(_text, map(folder.joinpath, _TEMPLATES))), "")
-    if _DATE not in text or (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given):
+    if _DATE not in str(text) or (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given):
         return
     cure = f"give {_DATE_ARGUMENT}" if _DATE_ARGUMENT in text else "give its text with a fixed date as chat_template"
     yield (

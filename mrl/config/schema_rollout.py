@@ -18,7 +18,7 @@ class ValSamplingConfig(Section):
         1,
         "Validation responses per prompt.",
         ge=1,
-        le=MOST_DEVICES,
+        le=100_000,
         advice="32 or 64 for small sets such as AIME: few problems need many responses.",
         verl="actor_rollout_ref.rollout.val_kwargs.n",
     )
@@ -389,7 +389,7 @@ class RolloutConfig(Section):
         8,
         "Responses per prompt. They form the group that advantages are relative to.",
         ge=1,
-        le=MOST_DEVICES,
+        le=100_000,
         advice="8 to 16. DAPO uses 16, GRPO's first paper 64.",
         verl="actor_rollout_ref.rollout.n",
     )

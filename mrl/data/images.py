@@ -105,20 +105,27 @@ def _of_mapping(entry: Mapping[str, Any], number: int) -> Any:
     raise BadRow(f"image {number} has neither bytes nor a path")
 
 
-def bytes_in_url(url: str) -> bytes | None:
-    """Returns the bytes that a data URL holds as base64; None for any other URL. Raises ValueError for bad base64."""
+def base64_in_url(url: str) -> str | None:
+    """Returns the base64 text that a data URL holds; None for any other URL."""
     head, comma, data = url.partition(",")
     if not comma or not re.fullmatch("data:.*;base64", head, re.IGNORECASE):
         return None
-    return b64decode("".join(data.split()), validate=True)
+    return data
+
+
+def from_base64(text: str) -> bytes:
+    """Decodes base64 with any blanks in it. Raises ValueError, also for a letter outside of ASCII."""
+    return b64decode("".join(text.split()), validate=True)
 
 
 def _of_text(text: str, number: int, folder: Path) -> bytes:
+    held = base64_in_url(text)
+    if held is None:
+        return _of_file(text, number, folder)
     try:
-        held = bytes_in_url(text)
+        return from_base64(held)
     except ValueError as error:
         raise BadRow(f"image {number} is {text[:100]!r}, which is no base64: {error}", "base64 of an image") from None
-    return _of_file(text, number, folder) if held is None else held
 
 
 def _of_file(name: str, number: int, folder: Path) -> bytes:

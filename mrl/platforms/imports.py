@@ -19,8 +19,7 @@ def many_imports() -> Iterator[None]:
     """Suspends garbage collection during imports, where it takes a fifth of the time.
 
     An import makes about a million objects, and nearly all of them stay. So they are frozen: no later collection looks
-    at them, and no process that is forked from this one copies them because of it. The few that would be collected are
-    not: that collection alone takes as long as a later one.
+    at them, and no process that is forked from this one copies them because of it. The few that are garbage stay, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -295,10 +295,7 @@ def _repeating(whole: str, before: str, braced: str | None, plain: str) -> Fract
     return once / 10 ** len(before)
 
 
-_NUMBERS = (
-    (_RATIO, _ratio), (_MIXED, _mixed), (_SCIENTIFIC, _scientific),
-    (_REPEATING, _repeating),
-)  # fmt: skip
+_NUMBERS = ((_RATIO, _ratio), (_MIXED, _mixed), (_SCIENTIFIC, _scientific), (_REPEATING, _repeating))
 
 
 def same_quantity(truth: Quantity, answer: Quantity) -> bool:

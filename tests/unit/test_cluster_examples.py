@@ -96,7 +96,7 @@ def test_slurm_knows_every_option_that_its_script_gives():
 
 
 class Allocation:
-    """What Slurm gives: its commands, Ray's and mrl's as stand-ins that write down how they are called."""
+    """Commands of Slurm, Ray and mrl, replaced by scripts that record how they are called."""
 
     def __init__(self, folder: Path, nodes: int):
         self.bin, self.log = folder / "bin", folder / "calls"

@@ -299,6 +299,7 @@ LLAMA = (
         (LLAMA, {"date_string": "26 Jul 2024"}, None),
         ("{{ messages }}", {}, None),
         ("{{ messages }}", {"chat_template": GPT_OSS}, "give its text with a fixed date"),
+        (GPT_OSS, {"chat_template": 5}, None),
     ],
 )
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])

@@ -1,7 +1,7 @@
 """Reads and writes the pickles of torch_dist checkpoints without importing or calling anything that they name.
 
-Every named class or function becomes a stand-in that records its arguments. Names outside of the few packages in such
-files are refused. This detects a file that was made to run something.
+Each class or function that a pickle names is replaced by a placeholder, which records the arguments. Names outside of a
+few packages are refused, so a file that was made to run something is detected.
 """
 
 import io
@@ -49,7 +49,7 @@ def _recorder(module: str, name: str) -> type[Recorded]:
 
 
 def _member(of: Any, name: Any) -> Recorded:
-    """Records a member of an enumeration as Python 3.11.0 to 3.11.3 pickle it: getattr of the class and its name."""
+    """Records a member of an enumeration as Python 3.11.2 pickles it: getattr of the class and its name."""
     if not (isinstance(of, type) and issubclass(of, Recorded) and isinstance(name, str)):
         raise pickle.UnpicklingError("it asks for an attribute, which no checkpoint's description needs")
     return of(name)
