@@ -1,6 +1,7 @@
 """Advantages: one number a response, made of scores; the advantages of tokens; and the penalty of over-long responses.
 
-numpy only. The driver holds scores and nothing else. Ranks compute what differs by token (`TokenAdvantages`).
+numpy only. The driver sends scores. Every rank computes the advantages of all responses, and those of the tokens of its
+own rows (`TokenAdvantages`).
 
 Every estimator treats small groups in the same way:
 

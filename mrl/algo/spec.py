@@ -42,7 +42,7 @@ class LossSpec:
 
     * `aggregations`: those under which the loss is that of its paper.
     * `constants`: keys of algorithm.policy_loss that it reads, beside the two bounds of the clip.
-    * `clip_warning_above`: a larger clip ratio is a likely mistake.
+    * `clip_warning_above`: a larger clip ratio is noted, and refused from a multiple of it on (config/loss_rules.py).
     * `clips_tokens`: a clip ratio below TOKEN_BAND is a likely mistake, since it suits the ratio of a sequence.
     * `needs_rollout_anchor`: it measures the change since generation, so it needs `anchor: rollout`.
     * `selects_tokens`: it treats some tokens differently, which mrl.algo.selection chooses from a whole mini-batch.

@@ -11,7 +11,7 @@ All calls, with the process that runs each:
     driver    loop.py: copy_checkpoint -> Saver.take -> ActorGroup.take_checkpoint
     rank      rank_save.py: HostCopy.take, parts of this rank in host memory
     driver    loop.py: write_checkpoint -> Saver.write, whose thread begins step_folders.write_atomically
-    rank      rank_save.py: HostCopy.write -> checkpoint/safetensors_file.py: write_tensors, synced to the disk
+    rank      rank_save.py: HostCopy.write, write_tensors -> checkpoint/safetensors_file.py: write_blocks, then fsync
     driver    Hugging Face's files, samples, manifest.write_manifest last; the folder gets its name; older ones go
 """
 

@@ -27,8 +27,7 @@ from mrl.data.samples import SampleRows
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
-from mrl.rank.batching import MiniBatchLoad, RowLengths
-from mrl.rank.cut import StepCut, step_cut, teacher_cut
+from mrl.rank.cut import MiniBatchLoad, RowLengths, StepCut, step_cut, teacher_cut
 from mrl.rank.handed_rows import answers_of, needed_by
 from mrl.rank.rank_step import CRITIC, TEACHER, ReplicaRows, Scored, StepRows
 from mrl.record.metrics import reduce_parts, seqlen_metrics

@@ -19,8 +19,9 @@
 * FENCED has all its memory and no version. Its weights may be half new, forgotten after a sleep, or have wrong digests.
   So they are never sampled from.
 * ASLEEP, WEIGHTS_AWAKE and FENCED refuse requests, which would wait for a sync that may never come.
-* A sleeping engine takes `wake_weights`, `give_up` and `memory`. Whoever calls may ask any engine whether it is there
-  (`check_there`), and stop it.
+* A sleeping engine takes `wake_weights`, `give_up` and `memory`.
+* Two calls are taken in any state, and so are not in VERBS: the driver's question whether the engine is there
+  (`check_there`), and its end.
 * `give_up` ends the requests and the version of a living engine in any state; missing memory stays missing. The engine
   can then be handed to other ranks.
 * An engine that loaded no weights of its own is FENCED from its start on.

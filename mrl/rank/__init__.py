@@ -6,5 +6,5 @@ together. `Splitter` cuts a batch into micro-batches, and `MicroBatch` is one of
 tracks what is on the device, and `Routing` which experts were chosen. `bridge` reads and writes Hugging Face weights. A
 rank writes its part of a checkpoint with `rank_save` and reads it with `rank_load`. No other package imports Megatron
 or mbridge. May import store, process, checkpoint, reshard and lower layers. Inside this package `import megatron` means
-the upstream package. balance.py, batching.py, cut.py and packing.py are numpy alone: the driver cuts a step by them.
+the upstream package. balance.py, cut.py, packing.py and row_results.py are numpy alone: the driver cuts a step by them.
 """

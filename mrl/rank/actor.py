@@ -36,10 +36,9 @@ from mrl.platforms.layers import check_dispatcher, check_gated_delta, check_laye
 from mrl.platforms.process_memory import ProcessMemory, process_memory
 from mrl.platforms.speed import product_rate
 from mrl.rank import parallel
-from mrl.rank.batching import MicroRows, RowLengths, RowResult, Splitter, UpdateResult, check_batch
 from mrl.rank.bridge import DTYPES, Bridge, MBridge
 from mrl.rank.critic import MegatronCritic
-from mrl.rank.cut import ReplicaCut, StepCut, step_cut
+from mrl.rank.cut import MicroRows, ReplicaCut, RowLengths, Splitter, StepCut, step_cut
 from mrl.rank.exchange import gather_bytes
 from mrl.rank.forward import (
     Around,
@@ -74,6 +73,7 @@ from mrl.rank.predicting import (
 )
 from mrl.rank.replica_norms import norm_metrics, replica_norms
 from mrl.rank.routing import Routing
+from mrl.rank.row_results import RowResult, UpdateResult, check_batch
 from mrl.rank.teacher import Teacher
 
 if TYPE_CHECKING:

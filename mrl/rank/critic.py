@@ -31,8 +31,8 @@ from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Shard
 from mrl.platforms import Platform
 from mrl.rank import parallel
-from mrl.rank.batching import MicroRows, Splitter, check_batch
 from mrl.rank.bridge import DTYPES, Bridge, MBridge
+from mrl.rank.cut import MicroRows, Splitter
 from mrl.rank.forward import Around, evaluating, laid_out, nothing_around, run_pass, whole_sequences
 from mrl.rank.offload import Residence, needs, switched
 from mrl.rank.optimizer import (
@@ -45,6 +45,7 @@ from mrl.rank.optimizer import (
 )
 from mrl.rank.overlap import gather_weights, set_gradient_reduction
 from mrl.rank.packing import MicroBatch, MicroBatches
+from mrl.rank.row_results import check_batch
 
 if TYPE_CHECKING:
     from mrl.rank.vision import Pixels, Vision

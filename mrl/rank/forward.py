@@ -25,10 +25,11 @@ from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.data.batch import TrainBatch
 from mrl.model.layout import TrainLayout
 from mrl.platforms.packs import Pack, for_attention, tie
-from mrl.rank.batching import MicroRows, RowResult
+from mrl.rank.cut import MicroRows
 from mrl.rank.host_arrays import brought
 from mrl.rank.logprob import lean_log_probs, top_tokens
 from mrl.rank.packing import MicroBatch, MicroBatches, Shape, micro_batch
+from mrl.rank.row_results import RowResult
 
 
 def on_device(inputs: MicroBatch[np.ndarray], device: torch.device) -> MicroBatch[Tensor]:

@@ -6,9 +6,9 @@
     estimated     advantages and returns by a critic, or advantages from numbers of each response
     selected      tokens that a loss treats apart
 
-Every method that computes numbers a row returns those of the replica's own rows. Formulas stand in mrl.algo and look at
-one row at a time, so any replica may have any row. rank_step.py calls these methods in their order, and computes over
-all rows. Only the model's passes talk to other ranks.
+A method that computes a number for each row returns those of the replica's own rows. Formulas stand in mrl.algo and
+look at one row at a time, so any replica may have any row. rank_step.py calls these methods in their order, and
+computes over all rows. Only the model's passes talk to other ranks.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import RoutesHere
 from mrl.data.samples import Samples
-from mrl.rank.batching import RowLengths, RowResult, UpdateResult
-from mrl.rank.cut import ReplicaCut
+from mrl.rank.cut import ReplicaCut, RowLengths
 from mrl.rank.handed_rows import HandedRows, as_counted, with_handed
+from mrl.rank.row_results import RowResult, UpdateResult
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers, read_routes
 
@@ -52,7 +52,7 @@ class RankBatch:
         cut: ReplicaCut,
         routes: RoutesHere | None = None,
     ):
-        """`own`, bool [rows], marks rows that the replica trains on. The others are there for fillers."""
+        """`own`, bool [rows], marks rows that the replica trains on. Fillers repeat the others (cut.py: MicroRows)."""
         self._actor = actor
         self._algorithm = actor.config.algorithm
         self._distillation = actor.config.distillation

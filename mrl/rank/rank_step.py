@@ -42,11 +42,11 @@ from mrl.algo.turn_credit import TurnNumbers
 from mrl.config.schema import AlgorithmConfig
 from mrl.crash_points import crash_point
 from mrl.errors import NumericAbort
-from mrl.rank.batching import RowResult
 from mrl.rank.cut import ReplicaCut
 from mrl.rank.exchange import ROWS, Exchange
 from mrl.rank.handed_rows import HandedRows
 from mrl.rank.rank_batch import RankBatch
+from mrl.rank.row_results import RowResult
 from mrl.record.metrics import advantage_metrics
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers

@@ -14,11 +14,12 @@ from mrl.data.batch import TrainBatch
 from mrl.model import load_model_spec
 from mrl.platforms import Platform
 from mrl.rank import parallel
-from mrl.rank.batching import MicroRows, Splitter, check_batch
 from mrl.rank.bridge import DTYPES, MBridge
+from mrl.rank.cut import MicroRows, Splitter
 from mrl.rank.forward import Likeliest, log_prob_pass, nothing_around, of_rows, on_device, return_hidden_states
 from mrl.rank.offload import Residence
 from mrl.rank.packing import MicroBatch, MicroBatches, micro_batch
+from mrl.rank.row_results import check_batch
 
 if TYPE_CHECKING:
     from mrl.rank.vision import Pixels, Vision

@@ -34,7 +34,7 @@ from mrl.data.batch import TrainBatch
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.hf_files import in_tower, tower_tensors
 from mrl.rank.balance import balanced_parts
-from mrl.rank.batching import MicroRows
+from mrl.rank.cut import MicroRows
 from mrl.rank.forward import Around
 from mrl.rank.packing import MicroBatch
 from mrl.rank.tower_training import (

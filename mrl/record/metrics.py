@@ -125,9 +125,11 @@ def _call_metrics(rows: SampleRows) -> dict[str, float]:
 
 
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns advantages over trained tokens, from each row's `count`, `sum`, `low` and `high`; nothing without tokens.
+    """Returns advantages over the step's trained tokens; nothing without tokens.
 
-    The same numbers are named `returns`, too: without a critic the two are equal. A critic's returns replace them.
+    `of_rows` has for each row of the step how many tokens are trained (`count`, 0 for a row left out), and their
+    advantages' `sum`, `low` and `high`. Each number is also written as `critic/returns/*`: without a critic returns are
+    equal to advantages, and a critic's replace them.
     """
     count = int(of_rows["count"].sum())
     if not count:

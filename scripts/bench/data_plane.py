@@ -275,7 +275,7 @@ class Rank:
 
     def read_routes(self, stored, blocks, samples, own, cut, readers):
         """Routes of what this rank computes; counts their bytes."""
-        from mrl.rank.batching import RowLengths
+        from mrl.rank.cut import RowLengths
         from mrl.rank.packing import Shape
         from mrl.store.routes import read_routes
 
@@ -294,14 +294,14 @@ class Rank:
         return self.step.update()
 
     def policy_log_probs(self, batch, micros):
-        from mrl.rank.batching import RowResult
+        from mrl.rank.row_results import RowResult
 
         if self.on_last_stage:
             every = np.arange(len(batch))
             return RowResult(every, batch.rollout_log_probs[batch.is_sampled] + GAP, (0.0, 1.0))
 
     def update_replica(self, batch, mini_batches, counts):
-        from mrl.rank.batching import UpdateResult
+        from mrl.rank.row_results import UpdateResult
 
         parts = [UPDATE_METRICS for _ in counts if self.holds_result and self.counts_updates]
         return UpdateResult(parts, [], spent={"perf/update_s": (1.0, 1.0)})

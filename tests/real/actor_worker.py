@@ -13,7 +13,7 @@ from ranks import agree_on_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.rank.actor import MegatronActor
-from mrl.rank.batching import RowResult, UpdateResult
+from mrl.rank.row_results import RowResult, UpdateResult
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from ranks import agree_on_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.rank.actor import MegatronActor, _count
-from mrl.rank.batching import RowLengths
 from mrl.rank.bridge import ValueHead
-from mrl.rank.cut import ReplicaCut, StepCut, step_cut
+from mrl.rank.cut import ReplicaCut, RowLengths, StepCut, step_cut
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

@@ -19,8 +19,7 @@ from mrl.config.schema import RunConfig
 from mrl.config.teacher_model import TeacherModel
 from mrl.data.batch import TrainBatch
 from mrl.rank.actor import MegatronActor
-from mrl.rank.batching import RowLengths
-from mrl.rank.cut import step_cut, teacher_cut
+from mrl.rank.cut import RowLengths, step_cut, teacher_cut
 
 _OF_UPDATES = ("keep", "old_log_probs", "advantages", "loss_weights", "teacher_top_ids", "teacher_top_log_probs")
 

@@ -27,8 +27,8 @@ from mrl.model.registry import inner_tensors, load_model_spec
 from mrl.model.trained_tower import NAMES
 from mrl.rank import vision
 from mrl.rank.actor import MegatronActor, _count
-from mrl.rank.batching import MicroRows
 from mrl.rank.critic import MegatronCritic, _for_critic, value_loss_pass
+from mrl.rank.cut import MicroRows
 from mrl.rank.family_ranks import _gather_shards, compared
 from mrl.rank.family_reference import IMAGES, _part, _seen, batch_of, beside, pixels_of
 from mrl.rank.local_parameters import plain_name

@@ -18,8 +18,8 @@ from mrl.data.samples import Sample, packed
 from mrl.driver.step_batch import StepBatch
 from mrl.errors import NumericAbort
 from mrl.rank.actor import MegatronActor
-from mrl.rank.batching import RowResult
 from mrl.rank.rank_step import RankStep
+from mrl.rank.row_results import RowResult
 from mrl.store.response_store import ResponseBlock, ResponseStore
 
 

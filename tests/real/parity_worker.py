@@ -16,7 +16,7 @@ from whole_models import of_text
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.rank.actor import MegatronActor
-from mrl.rank.batching import RowLengths
+from mrl.rank.cut import RowLengths
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:

@@ -16,10 +16,10 @@ from mrl.driver.step_batch import StepBatch
 from mrl.generate.rollouts import compared, metric_values
 from mrl.model import model_spec
 from mrl.model.layout import TrainLayout
-from mrl.rank.batching import RowResult, UpdateResult
 from mrl.rank.exchange import FailedElsewhere
 from mrl.rank.loss_parameters import loss_parameters
 from mrl.rank.rank_step import CRITIC, TEACHER, RankStep, Scored
+from mrl.rank.row_results import RowResult, UpdateResult
 from mrl.rank.second_rows import SecondRows
 from mrl.store.response_store import ResponseBlock, ResponseStore, in_blocks
 

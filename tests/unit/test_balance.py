@@ -9,7 +9,7 @@ from machine import times_slower
 from seldom import seldom
 
 from mrl.rank.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
-from mrl.rank.batching import RowLengths, Splitter, trained_rows
+from mrl.rank.cut import RowLengths, Splitter, trained_rows
 from mrl.rank.packing import Shape
 
 LIMIT = 20_480

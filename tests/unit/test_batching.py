@@ -14,8 +14,9 @@ from mrl.driver.step_batch import load_metrics
 from mrl.errors import DataError
 from mrl.model import planning_model_spec
 from mrl.model.layout import TrainLayout
-from mrl.rank.batching import MiniBatchLoad, RowLengths, Splitter, check_batch, mini_batches, trained_rows
+from mrl.rank.cut import MiniBatchLoad, RowLengths, Splitter, mini_batches, trained_rows
 from mrl.rank.packing import Shape
+from mrl.rank.row_results import check_batch
 
 MODEL = planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)

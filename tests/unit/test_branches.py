@@ -27,9 +27,9 @@ from mrl.data.samples import Sample, SampleRows, Samples, Turn, packed
 from mrl.errors import DataError
 from mrl.generate.rollouts import Judge
 from mrl.model import model_spec
-from mrl.rank.batching import MicroRows, RowLengths, Splitter, check_batch
-from mrl.rank.cut import ReplicaCut
+from mrl.rank.cut import MicroRows, ReplicaCut, RowLengths, Splitter
 from mrl.rank.packing import Shape, micro_batch
+from mrl.rank.row_results import check_batch
 from mrl.record.metrics import length_metrics, turn_metrics
 from mrl.record.sample_files import read_samples, write_samples
 from mrl.reward.items import OK, Question, RewardResult

@@ -45,8 +45,7 @@ from mrl.plan.run_plan import make_plan
 from mrl.plan.times import phase_seconds, step_flops
 from mrl.platforms.versions import MEGATRON
 from mrl.rank import parallel
-from mrl.rank.batching import RowLengths
-from mrl.rank.cut import teacher_cut
+from mrl.rank.cut import RowLengths, teacher_cut
 from mrl.rank.handed_rows import HandedRows
 from mrl.rank.loss_parameters import loss_parameters
 from mrl.rank.teacher import Teacher

@@ -10,9 +10,9 @@ from mrl.data.batch import TrainBatch
 from mrl.data.samples import RowImage, Sample, packed
 from mrl.errors import DataError
 from mrl.platforms.packs import pack_of
-from mrl.rank.batching import check_batch
 from mrl.rank.forward import packing_of
 from mrl.rank.packing import Shape, kept_positions, micro_batch
+from mrl.rank.row_results import check_batch
 
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
 ALL = np.array([0, 1, 2])

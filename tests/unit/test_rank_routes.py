@@ -9,8 +9,7 @@ from replicas import InMemory
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
 from mrl.data.samples import Sample, packed
-from mrl.rank.batching import MicroRows, RowLengths
-from mrl.rank.cut import ReplicaCut
+from mrl.rank.cut import MicroRows, ReplicaCut, RowLengths
 from mrl.rank.packing import Shape, micro_batch
 from mrl.store.routes import RouteReader, read_routes, tokens_by_block
 

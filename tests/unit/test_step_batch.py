@@ -30,7 +30,7 @@ from mrl.driver.step_batch import StepBatch
 from mrl.errors import DataError, Interrupted, NumericAbort
 from mrl.generate.rollouts import Rollouts, compared
 from mrl.model.layout import TrainLayout
-from mrl.rank import batching
+from mrl.rank import cut
 from mrl.rank.rank_batch import RankBatch
 from mrl.rank.rank_step import RankStep
 from mrl.rank.rank_worker import MODEL_VERBS, ActorWorker
@@ -266,7 +266,7 @@ def test_a_rank_is_asked_for_its_verbs_and_nothing_else():
     assert worker.do("bring", "a", "b") == ("a", "b")
     with pytest.raises(ValueError, match="asked to close"):
         worker.do("close")
-    source = ast.parse((Path(batching.__file__).parent / "actor.py").read_text())  # to import it takes ten seconds
+    source = ast.parse((Path(cut.__file__).parent / "actor.py").read_text())  # to import it takes ten seconds
     assert set(MODEL_VERBS) <= {node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)}
 
 

@@ -33,8 +33,8 @@ from mrl.driver.validation import _lengths
 from mrl.generate.group_metrics import version_metrics
 from mrl.generate.rollouts import Judge, Rollouts, compared
 from mrl.model import model_spec
-from mrl.rank.batching import UpdateResult
 from mrl.rank.packing import Shape, micro_batch
+from mrl.rank.row_results import UpdateResult
 from mrl.record.metrics import length_metrics, reward_metrics, speed_metrics, turn_metrics
 from mrl.record.spec import all_metrics
 from mrl.reward.items import LEFT_OUT, NOT_FINITE, OK, RewardResult
