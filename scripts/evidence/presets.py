@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stamp import facts
+from stamp import facts, with_rows
 
 from mrl.config.load import load_config
 from mrl.model import planning_model_spec
@@ -57,12 +57,6 @@ def row_of(name: str) -> dict[str, Any]:
     }
 
 
-def text_of(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """JSON with a row a line."""
-    lines = ",\n".join(map(json.dumps, rows))
-    return f"{json.dumps(found | {'rows': []}, indent=1)[:-4]}[\n{lines}\n]}}\n"
-
-
 def main() -> None:
     """Writes the rows as they come, worst first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,7 +69,7 @@ def main() -> None:
     for name in options.presets:
         row = row_of(name)
         rows = sorted([*(r for r in rows if r["preset"] != name), row], key=lambda r: -r["over_best"])
-        options.out.write_text(text_of(found, rows), encoding="utf-8")
+        options.out.write_text(with_rows(found, "rows", rows), encoding="utf-8")
         print(name, row["seconds"], row["best_seconds"], flush=True)
 
 

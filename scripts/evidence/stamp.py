@@ -1,5 +1,6 @@
 """What every stored result says of itself: commit, command, date, cores and load."""
 
+import json
 import os
 import subprocess
 from datetime import date
@@ -18,6 +19,12 @@ def facts(command: str) -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[1], 2),
     }
+
+
+def with_rows(found: dict[str, Any], name: str, rows: list[dict[str, Any]]) -> str:
+    """Returns JSON of `found` with `rows` as its last entry, a row a line."""
+    lines = ",\n".join(map(json.dumps, rows))
+    return f"{json.dumps(found | {name: []}, indent=1)[:-4]}[\n{lines}\n]}}\n"
 
 
 def changes() -> str:

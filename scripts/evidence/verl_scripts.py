@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stamp import facts
+from stamp import facts, with_rows
 
 from mrl.cli.import_verl import _checked
 from mrl.errors import MrlError
@@ -55,7 +55,7 @@ def main() -> int:
     commits = {row["repository"]: row["commit"] for row in rows}
     scripts = [{key: row[key] for key in ("repository", "path", "verdict", "why")} for row in rows]
     found = facts("python scripts/evidence/verl_scripts.py") | {"commits": commits}
-    RESULTS.write_text(json.dumps(found | {"counts": counts, "scripts": scripts}, indent=1) + "\n")
+    RESULTS.write_text(with_rows(found | {"counts": counts}, "scripts", scripts))
     print(dict(counts))
     return 0
 
