@@ -1,7 +1,4 @@
-"""Answers and scores validation prompts. It gives metrics, a file with every response, and a few responses for people
-to
-look at.
-"""
+"""Answers and scores validation prompts: metrics, a file with every response, and a few responses for people to see."""
 
 from collections import defaultdict
 from collections.abc import Sequence
