@@ -30,6 +30,7 @@ def _eval(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
     from mrl.config.yaml_tree import dump_value
     from mrl.driver.preflight import preflight_evaluation, with_models_at_hand
+    from mrl.driver.resume import with_template_date
     from mrl.record.console import PlainConsole
 
     if options.model is not None:
@@ -38,6 +39,7 @@ def _eval(options: argparse.Namespace) -> None:
     resolved = resolved_config(options)
     if options.checkpoint is None or resolved.config.model.vision is not None:  # a checkpoint has no vision tower
         resolved = with_models_at_hand(resolved, check_paths=False, devices=True)
+    resolved = with_template_date(resolved, options.checkpoint)
     checkpoint = preflight_evaluation(resolved, options.checkpoint)
     if ray_address(resolved.config.cluster) is None:
         ask_for_token_authentication()

@@ -57,12 +57,13 @@ def _given(options: argparse.Namespace) -> list[tuple[str, str]]:
 def _train_once(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address, refuse_open_ray
     from mrl.driver.preflight import check_inputs, plug_in_lines, plug_ins, preflight, start_lines, with_models_at_hand
-    from mrl.driver.resume import goes_on, resume_note, what_is_left
+    from mrl.driver.resume import begun_in, goes_on, resume_note, what_is_left, with_template_date
 
     refuse_open_ray()
     given = resolved_config(options, check_paths=True)
     resume = goes_on(given.config.trainer, options.resume)
     resolved = with_models_at_hand(given, resume=resume, devices=True)
+    resolved = with_template_date(resolved, begun_in(resolved.config.trainer, resume))
     inputs = preflight(resolved, resume)
     for line in plug_in_lines(plug_ins(resolved.config)):
         print(line, flush=True)

@@ -49,11 +49,12 @@ from mrl.config.rule_row import Rule
 from mrl.config.run_rules import PATH_RULES, RUN_RULES, SEEN_RULES, template_notes
 from mrl.config.schedule_rules import SCHEDULE_RULES, schedule_notes
 from mrl.config.schema import RunConfig, leaf, schema_keys
-from mrl.config.section import KeyRule, notes_of
+from mrl.config.section import KeyRule, Section, notes_of
 from mrl.config.speculation_rules import SPECULATION_RULES, speculation_notes
 from mrl.config.vision_rules import VISION_RULES
 from mrl.errors import InvalidConfig, MrlError, UnknownValue, Violation
 from mrl.model import ModelSpec, planning_model_spec
+from mrl.record.redact import without_secrets
 
 
 def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[Violation]:
@@ -175,4 +176,7 @@ RULES = (
 
 
 def _placed(violation: Violation, resolved: ResolvedConfig) -> Violation:
-    return replace(violation, value=leaf(resolved.config, violation.field), where=resolved.where(violation.field))
+    value = leaf(resolved.config, violation.field)
+    if isinstance(value, Section):  # what was written of it
+        value = without_secrets(value.model_dump(exclude_defaults=True))
+    return replace(violation, value=value, where=resolved.where(violation.field))

@@ -28,6 +28,7 @@ from mrl.record.redact import HIDDEN
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
 from mrl.reward.resolve import AUTO
+from mrl.template_date import ASKED
 from mrl.units import MIB
 
 _REWARDS = (AUTO, *RULES)
@@ -345,7 +346,6 @@ _FOLDERS: dict[str, Callable[[RunConfig], tuple[str, ...]]] = {
 _PATHS = _FILES | _FOLDERS
 _TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 _TEMPLATE_BYTES = 64 * MIB
-_DATE = "strftime_now"  # transformers' function in templates
 _DATE_ARGUMENT = "date_string"  # of Llama's templates, which ask the function only without it
 
 
@@ -437,20 +437,21 @@ def unseen_files(config: RunConfig) -> list[str]:
     return lines
 
 
-def template_notes(config: RunConfig) -> Iterator[str]:
-    """Yields a note where the chat template writes the day's date, as those of gpt-oss and Llama-3.2 do: prompts differ
-    from day to day, and a checkpoint belongs to its prompts.
-    """
+def writes_date(config: RunConfig) -> bool:
+    """Tells whether the chat template writes the day's date, as those of gpt-oss and Llama-3.2 do."""
     given = config.data.apply_chat_template_kwargs
     folder = Path(config.model.path)
     text = given.get("chat_template") or next(filter(None, map(_text, map(folder.joinpath, _TEMPLATES))), "")
-    if _DATE not in str(text) or (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given):
-        return
-    cure = f"give {_DATE_ARGUMENT}" if _DATE_ARGUMENT in text else "give its text with a fixed date as chat_template"
-    yield (
-        f"data.apply_chat_template_kwargs: the chat template writes the day's date into prompts ({_DATE}), so the run "
-        f"cannot be resumed on another day; {cure}"
-    )
+    return ASKED in str(text) and not (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given)
+
+
+def template_notes(config: RunConfig) -> Iterator[str]:
+    """Yields a note where prompts differ between runs that began on different days."""
+    if config.data.template_date is None and writes_date(config):
+        yield (
+            f"data.template_date: the chat template writes a date into prompts ({ASKED}), and a run keeps that of its "
+            "first start; give one to compare runs of several days"
+        )
 
 
 def _text(file: Path) -> str:

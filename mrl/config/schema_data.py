@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mrl.config.section import Section, key, must_be
+from mrl.template_date import ASKED, TemplateDate, is_date
 
 
 def _are_shares(weights: Sequence[float]) -> bool:
@@ -130,6 +131,19 @@ class DataConfig(Section):
         "Further arguments of the chat template. `chat_template`: the Jinja text of another template, for a checkpoint "
         "that has none or not yours. Exported folders keep the checkpoint's own.",
     )
+    template_date: str | None = key(
+        None,
+        "Day that a chat template writes as today's (strftime_now), as YYYY-MM-DD; left out: that of the run's first "
+        "start, which a resume keeps.",
+        rule=must_be(is_date, "must be a date as YYYY-MM-DD", "", "2026-01-31"),
+    )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template: apply_chat_template_kwargs, and the day."""
+        if self.template_date is None:
+            return self.apply_chat_template_kwargs
+        return {**self.apply_chat_template_kwargs, ASKED: TemplateDate(self.template_date)}
 
     @property
     def max_sample_length(self) -> int:

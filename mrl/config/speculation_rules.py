@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mrl.config.rule_row import RuleRow
 from mrl.config.schema import RolloutConfig, RunConfig
-from mrl.config.schema_rollout import AUTO, MTP, NGRAM
+from mrl.config.schema_rollout import AUTO, MTP, NGRAM, SpeculationConfig
 from mrl.errors import Violation
 from mrl.model import ModelSpec, read_hf_config
 from mrl.model.eagle_head import head_faults, head_positions
@@ -15,6 +15,7 @@ from mrl.platforms.hosting import get_hosting
 
 _KEY = "rollout.speculation"
 _METHODS = (NGRAM, MTP)
+_LOOKUP = SpeculationConfig.model_fields["lookup"].default
 _FITS = "must be ngram, mtp or the folder of an EAGLE-3 head that fits the model"
 TRIED_WITH_HEADS = ("qwen3_moe",)
 # Families whose drafting model took weights by a sync, held them, and drafted what transformers' layers say of them.
@@ -235,6 +236,22 @@ SPECULATION_RULES = (
         "must be less than data.max_response_length = {c.data.max_response_length}",
         "the last tokens of every draft would be thrown away",
         (),
+    ),
+    _where_drafted(
+        f"{_KEY}.lookup",
+        lambda c, m: (
+            c.rollout.speculation.method == NGRAM and c.rollout.speculation.lookup > c.data.max_sample_length - 2
+        ),
+        "must be at most max_prompt_length + max_response_length - 2",
+        "so many tokens occur twice in no sample that goes on, and nothing would be drafted",
+        lambda c, m: (min(_LOOKUP, c.data.max_sample_length - 2),) if c.data.max_sample_length > 2 else (),
+    ),
+    _where_drafted(
+        f"{_KEY}.lookup",
+        lambda c, m: c.rollout.speculation.method != NGRAM and c.rollout.speculation.lookup != _LOOKUP,
+        f"must be left out unless {_KEY}.method is ngram",
+        "layers and heads look nothing up, and the setting would be ignored",
+        (_LOOKUP,),
     ),
     _where_drafted(
         "data.max_response_length",

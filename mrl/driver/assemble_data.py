@@ -212,7 +212,7 @@ def prompt_parameters(
         data.filter_overlong_prompts,
         data.truncation,
         data.max_bad_row_share,
-        data.apply_chat_template_kwargs,
+        data.template_arguments,
         data.enable_thinking,
         data.drop_duplicates,
         data.reward_fn_key,

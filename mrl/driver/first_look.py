@@ -352,6 +352,8 @@ def main() -> None:
     sys.modules["torch"] = None  # as if it were not installed: transformers would import all of torch for a tokenizer
     asked = json.load(sys.stdin)
     given = {"data": DataConfig.model_validate(asked["data"]), "offer": _offer(asked["offer"])}
+    if asked["template_arguments"] is not None:
+        given["template_arguments"] = asked["template_arguments"] | given["data"].template_arguments
     question = _Asked(**{**asked, **given})
     try:
         arguments = question.data.apply_chat_template_kwargs

@@ -5,6 +5,7 @@ No torch, no Ray.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ from mrl.checkpoint.manifest import HF_FOLDER, Manifest, changed_files, facts_of
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import Newest, finish_replacements, newest_checkpoint, set_aside
 from mrl.checkpoint.vision_tower import check_same_tower
-from mrl.config.load import ResolvedConfig
+from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.run_rules import run_dir as run_dir_of
+from mrl.config.run_rules import writes_date
 from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf, with_values
 from mrl.config.schema_actor import LoraConfig
@@ -43,6 +45,7 @@ FIXED = (
     "trainer.schedule",
     "data.shuffle",
     "data.train_weights",
+    "data.template_date",
     "data.train_batch_size",
     "data.gen_batch_size",
     "rollout.n",
@@ -138,6 +141,30 @@ def without_first_adapter(resolved: ResolvedConfig, resume: bool) -> ResolvedCon
     if begins_with_one:
         return replace(resolved, config=with_values(resolved.config, {"actor.lora.path": None}))
     return resolved
+
+
+def begun_in(trainer: TrainerConfig, resume: bool) -> str | Path | None:
+    """Returns the folder of the run or the checkpoint that this start continues; None for a new run."""
+    return run_dir_of(trainer) if resume else trainer.resume_from_path
+
+
+def with_template_date(resolved: ResolvedConfig, begun: str | Path | None) -> ResolvedConfig:
+    """Returns the configuration with the day that a chat template writes, where it asks for one and none is given.
+
+    It is the day of `begun`, a run directory or one of its checkpoints; today for a new run.
+    """
+    if resolved.config.data.template_date is not None or not writes_date(resolved.config):
+        return resolved
+    day = (begun and _recorded_date(Path(begun).resolve())) or date.today().isoformat()
+    return replace(resolved, config=with_values(resolved.config, {"data.template_date": day}))
+
+
+def _recorded_date(begun: Path) -> str | None:
+    """Returns None for a folder that no run has recorded, or a run without a date."""
+    for folder in (begun, begun.parent.parent):
+        if RunDir(folder).config.is_file():
+            return load_config(RunDir(folder).config).config.data.template_date
+    return None
 
 
 def resume_note(trainer: TrainerConfig, resume: bool) -> list[str]:

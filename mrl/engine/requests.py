@@ -283,7 +283,7 @@ def turns_spec(turns: TurnsConfig | None, data: DataConfig, agent: AgentConfig |
     if agent is not None:
         tools = replace(tools, **_of_agent(agent))
         given |= agent.model_dump(include={"max_requests", "keeps_all_answers", "enforces_tool_choice"})
-    arguments = {**data.apply_chat_template_kwargs, **thinking}
+    arguments = {**data.template_arguments, **thinking}
     return TurnsSpec(tools, **given, template_arguments=arguments, max_prompt_length=data.max_prompt_length)
 
 

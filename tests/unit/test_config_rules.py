@@ -268,6 +268,12 @@ def test_gspo_with_a_token_level_aggregation_is_refused_unless_forced():
     assert broken(POLICY + "loss_agg_mode=token-mean", POLICY + "force=true") == []
 
 
+def test_a_section_is_named_by_what_was_written_of_it():
+    (found,) = violations(load_config(TINY, overrides=["rollout.agent={command: [x]}"]), TINY_MODEL)
+    assert str(found).startswith("rollout.agent = {command: [x]} (--set): must be left out without rollout.endpoint")
+    assert found.to_json()["value"] == {"command": ["x"]}
+
+
 def test_gspo_with_a_token_level_clip_is_refused_unless_forced():
     assert {v.field for v in broken(POLICY + "clip_ratio_low=0.2", POLICY + "clip_ratio_high=0.28")} == {
         POLICY + "clip_ratio_low",
@@ -291,26 +297,28 @@ LLAMA = (
 
 
 @pytest.mark.parametrize(
-    ("template", "given", "cure"),
+    ("template", "given", "is_dated"),
     [
-        (GPT_OSS, {}, "give its text with a fixed date as chat_template"),
-        (GPT_OSS, {"chat_template": "{{ messages }}"}, None),
-        (LLAMA, {}, "give date_string"),
-        (LLAMA, {"date_string": "26 Jul 2024"}, None),
-        ("{{ messages }}", {}, None),
-        ("{{ messages }}", {"chat_template": GPT_OSS}, "give its text with a fixed date"),
-        (GPT_OSS, {"chat_template": 5}, None),
+        (GPT_OSS, {}, True),
+        (GPT_OSS, {"chat_template": "{{ messages }}"}, False),
+        (LLAMA, {}, True),
+        (LLAMA, {"date_string": "26 Jul 2024"}, False),
+        ("{{ messages }}", {}, False),
+        ("{{ messages }}", {"chat_template": GPT_OSS}, True),
+        (GPT_OSS, {"chat_template": 5}, False),
     ],
 )
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_that_writes_the_date_is_noted_since_a_checkpoint_belongs_to_its_prompts(
-    tmp_path, file, template, given, cure
+def test_a_template_that_writes_the_date_is_noted_since_runs_of_other_days_have_other_prompts(
+    tmp_path, file, template, given, is_dated
 ):
     """As the published templates of gpt-oss-20b and Llama-3.2 call transformers' strftime_now."""
     (tmp_path / file).write_text(template if file.endswith(".jinja") else json.dumps({"chat_template": template}))
     kwargs = f"data.apply_chat_template_kwargs={json.dumps(given)}"
-    found = notes(load_config(TINY, overrides=[f"model.path={tmp_path}", kwargs]), TINY_MODEL)
-    assert [cure in note and "cannot be resumed on another day" in note for note in found] == [True] * bool(cure)
+    overrides = [f"model.path={tmp_path}", kwargs]
+    found = notes(load_config(TINY, overrides=overrides), TINY_MODEL)
+    assert ["data.template_date: the chat template writes a date" in note for note in found] == [True] * is_dated
+    assert notes(load_config(TINY, overrides=[*overrides, "data.template_date=2026-01-31"]), TINY_MODEL) == []
 
 
 def test_a_template_of_its_own_file_comes_before_a_dated_one_in_the_tokenizers_as_transformers_has_it(tmp_path):

@@ -36,6 +36,7 @@ from mrl.plan.model_state import stage_numel
 LOGS = Path("logs")
 FREE = ("cluster.device=cuda", "trainer.deterministic=false")
 NGRAM = "rollout.speculation={method: ngram, tokens: 3}"
+OF_32 = ("data.max_prompt_length=16", "data.max_response_length=16")  # tokens of the longest sample
 
 
 def resolved(*overrides: str):
@@ -67,6 +68,7 @@ def test_ngram_is_legal_and_vllm_is_told(beside):
         (["rollout.speculation={method: mtp, tokens: 1}"], "rollout.speculation.method"),
         (["rollout.speculation={method: eagle3, tokens: 1}", "rollout.dtype=float32"], "rollout.speculation.method"),
         ([NGRAM, "data.max_response_length=3"], "rollout.speculation.tokens"),
+        (["rollout.speculation={method: ngram, tokens: 3, lookup: 31}", *OF_32], "rollout.speculation.lookup"),
         ([NGRAM, "rollout.max_num_seqs=2000"], "rollout.max_num_seqs"),
         ([NGRAM, f"data.max_response_length={TINY_MODEL.max_position_embeddings - 30}", "data.max_prompt_length=24"],
          "data.max_response_length"),
@@ -84,6 +86,12 @@ def test_ngram_is_legal_and_vllm_is_told(beside):
 def test_what_is_not_there_has_one_message(overrides, field):
     found, model = resolved(*overrides)
     assert [each.field for each in violations(found, model)] == [field]
+
+
+def test_a_lookup_may_be_as_long_as_the_longest_sample_that_goes_on_can_hold_twice():
+    """vLLM's ngram_proposer.py: 31 equal tokens hold 30 of them twice, and 31 of them but once."""
+    found, model = resolved("rollout.speculation={method: ngram, tokens: 3, lookup: 30}", *OF_32)
+    assert violations(found, model) == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -119,6 +127,7 @@ DEEPSEEK = replace(known_spec("DeepSeek-V3"), max_position_embeddings=256)
         (GLM, ["tokens: 1"], None),
         (GLM, ["tokens: 2"], None),  # the layer is asked again
         (GLM, ["tokens: auto"], "must be a number on cpu"),
+        (GLM, ["tokens: 1, lookup: 2"], "must be left out unless rollout.speculation.method is ngram"),
         (GLM, ["tokens: 2, draft_sample_method: probabilistic"], "must be greedy on cpu"),
         (GLM, ["tokens: 2, draft_sample_method: probabilistic", *FREE], None),
         (GLM, ["tokens: auto", "cluster.device=cuda"], None),

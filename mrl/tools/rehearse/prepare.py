@@ -135,7 +135,7 @@ def _parameters(config: RunConfig) -> PromptParameters:
     return PromptParameters(
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        apply_chat_template_kwargs=data.template_arguments,
         enable_thinking=data.enable_thinking,
         reward_fn_key=data.reward_fn_key,
         image_key=data.image_key,
