@@ -100,7 +100,8 @@ def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, parameters: PolicyLossParameters) -> tuple[Tensor, Tensor]:
     """Returns PPO's pessimistic bound and where its clipped side is the larger one.
 
-    The bound is max(-A r, -A clip(r, 1 - low, 1 + high)).
+    The bound is max(-A r, -A clip(r, 1 - low, 1 + high)). So the upper end of the clip acts where A > 0 alone, the
+    lower one where A < 0.
     """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - parameters.clip_ratio_low, 1 + parameters.clip_ratio_high)
@@ -126,8 +127,8 @@ def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
     advantage holds for the whole sequence, value and gradient are those of the sequence form (eq. 5).
 
     The log ratio is bounded above by 10. So a response that drifted past e^10 gives a large finite loss without
-    gradient, and not infinity. There is no bound below, where exp goes to 0 by itself. Neither limit is reached inside
-    a band.
+    gradient, and not infinity. No bound is needed below, where exp goes to 0 by itself. Inside a clip's band the bound
+    is never reached.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
     ratio = torch.exp(

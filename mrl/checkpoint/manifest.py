@@ -5,6 +5,7 @@
     step-N/rank-R.safetensors       its tensors
     step-N/critic-R.json, ...       the same of a critic, where there is one
     step-N/hf/                      configuration and tokenizer
+    step-N/group-M.A.npz            groups generated ahead, if training is not synchronous
 
 `manifest.json` is written last: a folder without it is not a checkpoint. Each entry stores a local Megatron tensor, or
 a flat range of it if the distributed optimizer splits it.

@@ -15,10 +15,11 @@
        v
     update_critic    the step                           new weights of the critic             step_batch.py
     update_actor     the step                           new weights in the actor's ranks      step_batch.py
+    save_checkpoint  actor                              a copy in host memory, if due         saving.py
     settle           what engines have under way        nothing that the sync would disturb   generation.py (drain)
     reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
     testing          validation prompts, engines        validation metrics                    validation.py
-    save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
+    save_checkpoint  that copy, state                   checkpoints/step-N, written beside    saving.py
 
 Between them are the hand-overs of placement.py, if engines and actor take turns on the same devices. Generation is a
 thread beside the loop, and `gen` is the wait for its batch. If it runs ahead of training (trainer.schedule), engines

@@ -6,13 +6,14 @@ The writing overlaps the steps that follow:
     step N+1    a thread writes them to the disk          training continues
     step N+2    the result is requested                   a refusal of the disk is counted, and the run continues
 
-All calls, with the process that runs each:
+All calls, with the process that runs each (ActorGroup and rank_worker.py only pass them on):
 
     driver    loop.py: copy_checkpoint -> Saver.take -> ActorGroup.take_checkpoint
     rank      rank_save.py: HostCopy.take, parts of this rank in host memory
     driver    loop.py: write_checkpoint -> Saver.write, whose thread begins step_folders.write_atomically
-    rank      rank_save.py: HostCopy.write, write_tensors -> checkpoint/safetensors_file.py: write_blocks, then fsync
-    driver    Hugging Face's files, samples, manifest.write_manifest last; the folder gets its name; older ones go
+    rank      rank_save.py: HostCopy.write, write_tensors -> checkpoint/safetensors_file.py: write_blocks, then fsync;
+              manifest.py: described, what the file holds
+    driver    Hugging Face's files, groups ahead, manifest.write_manifest last; the folder gets its name; older ones go
 """
 
 import importlib.metadata

@@ -20,8 +20,8 @@
   So they are never sampled from.
 * ASLEEP, WEIGHTS_AWAKE and FENCED refuse requests, which would wait for a sync that may never come.
 * A sleeping engine takes `wake_weights`, `give_up` and `memory`.
-* Two calls are taken in any state, and so are not in VERBS: the driver's question whether the engine is there
-  (`check_there`), and its end.
+* What only asks (`check_there`, `reading`: engine_worker.py) and an engine's end are taken in any state, so VERBS does
+  not have them.
 * `give_up` ends the requests and the version of a living engine in any state; missing memory stays missing. The engine
   can then be handed to other ranks.
 * An engine that loaded no weights of its own is FENCED from its start on.

@@ -42,7 +42,7 @@ from mrl.plan.plan_inputs import (
 )
 from mrl.plan.sample_bytes import sample_bytes, teacher_top_bytes
 from mrl.plan.teacher_costs import TeacherBytes, teacher_inputs, teacher_parameters
-from mrl.plan.vision_costs import host_bytes, kept_features, rank_bytes, worker_outside
+from mrl.plan.vision_costs import host_bytes, kept_features, looking_bytes, tower_bytes, worker_outside
 from mrl.reshard.setup import BUCKET_BYTES
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
@@ -117,7 +117,9 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         scores_old=not inputs.config.algorithm.on_policy,
         scores_base=inputs.config.algorithm.needs_reference and reference_is_the_base(inputs.config),
         critic=_critic_bytes(inputs, pp),
-        vision_tower=rank_bytes(inputs, batch, pp),
+        vision_tower=tower_bytes(inputs, pp),
+        looking=looking_bytes(inputs, batch, pp),
+        looking_in_update=looking_bytes(inputs, batch, pp, update=True),
         features=host_bytes(inputs, batch, pp),
     )
 

@@ -84,8 +84,9 @@ _ROWS = (
         "further",
         host_cure=f"switch off critic.optimizer_offload and critic.param_offload, or {_MORE_MEMORY}",
     ),
+    Term("vision_tower", ACTOR, "model.vision: null for data without images"),
     Term(
-        "vision_tower",
+        "looking",
         ACTOR,
         "a smaller data.max_prompt_length (with tools or agents data.max_response_length, too), or model.vision: null "
         "for data without images",
@@ -254,7 +255,9 @@ class ActorBytes:
     scores_base: bool = False  # a reference's pass is the actor's own, with adapters off
     samples: SampleBytes = field(default_factory=SampleBytes)
     critic: CriticBytes | None = None  # beside the actor
-    vision_tower: int = 0  # with its pass and a micro-batch's features; 0: the rank sees nothing
+    vision_tower: int = 0  # frozen ones; a trained tower is among parameters, gradients and optimizer
+    looking: int = 0  # the tower's pass and a micro-batch's features, for log-probs and values
+    looking_in_update: int = 0  # the same with what a trained tower keeps for going backward
     features: int = 0  # of a step's images, on the host
 
     @property
@@ -415,6 +418,7 @@ def _actor_terms(actor: ActorBytes) -> Iterator[tuple[str, dict[str, int]]]:
         {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
         | _beside(actor)
         | {"activations": actor.activations, "temporaries": actor.temporaries}
+        | _looking(actor.looking_in_update)
         | _samples(samples.update, samples.update_routes + samples.recorded_routes),
     )
     if actor.scores_old:
@@ -426,7 +430,7 @@ def _actor_terms(actor: ActorBytes) -> Iterator[tuple[str, dict[str, int]]]:
         # the teacher's pass, beside the actor's parameters
         teacher = actor.teacher
         passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
-        yield "teacher", _at_rest(actor, parameters=True) | passing
+        yield "teacher", _at_rest(actor, parameters=True) | passing | _looking(actor.looking)
     if actor.critic is not None:
         yield from _critic_terms(actor, actor.critic).items()
 
@@ -439,8 +443,13 @@ def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str,
     return {
         _VALUES: rest
         | {"critic": critic.at_rest(parameters=True), "log_prob": critic.log_prob}
+        | _looking(actor.looking)
         | _samples(critic.values_batch, routes),
-        _CRITIC: rest | {"critic": critic.whole} | passes | _samples(critic.batch, routes),
+        _CRITIC: rest
+        | {"critic": critic.whole}
+        | passes
+        | _looking(actor.looking_in_update)
+        | _samples(critic.batch, routes),
     }
 
 
@@ -456,11 +465,15 @@ def _scoring_reference(actor: ActorBytes) -> dict[str, int]:
 
 def _pass_of(actor: ActorBytes, scoring: ScoringBytes) -> dict[str, int]:
     batch = _samples(scoring.batch, scoring.routes + actor.samples.recorded_routes)
-    return _at_rest(actor, parameters=True) | {"log_prob": scoring.log_prob} | batch
+    return _at_rest(actor, parameters=True) | {"log_prob": scoring.log_prob} | _looking(actor.looking) | batch
 
 
 def _samples(batch: int, routes: int) -> dict[str, int]:
     return {name: size for name, size in (("batch", batch), ("routes", routes)) if size}
+
+
+def _looking(size: int) -> dict[str, int]:
+    return {"looking": size} if size else {}
 
 
 def _beside(actor: ActorBytes) -> dict[str, int]:

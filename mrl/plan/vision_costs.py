@@ -1,7 +1,7 @@
 """Costs of a vision tower (model.vision): bytes of ranks, engines and hosts, and FLOPs of a step.
 
-    ranks of the first stage    the whole tower; one image's pass; features of a micro-batch. On the host: features of
-                                all images of a step, once for each rank
+    ranks of the first stage    the whole tower; in passes of the model also one image's pass and features of a
+                                micro-batch. On the host: features of all images of a step, once for each rank
     each worker of an engine    the whole tower, inside the engine's share of the device; outside of it vLLM's cache of
                                 features, and a pass over all images of a step, since both are made after vLLM has
                                 measured what its passes take
@@ -55,23 +55,28 @@ def vision_section(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float] | N
     }
 
 
-def rank_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
-    """Returns the bytes on the device of a rank of stage `pp`: the tower, its largest pass and a micro-batch's
-    features.
-    """
+def tower_bytes(inputs: PlanInputs, pp: int) -> int:
+    """Returns the bytes of frozen towers, which stay on the device of a rank of stage `pp` in every phase."""
     tower = inputs.tower
     if tower is None:
         return 0
-    seconds = _second_towers(inputs, pp) * inputs.element_bytes
-    if pp:
-        return seconds
-    numbers = _micro_batch_tokens(inputs.config, batch) * tower.feature_numbers()
-    if inputs.model.trained_tower is None:
+    numbers = _second_towers(inputs, pp)
+    if not pp and inputs.model.trained_tower is None:
         numbers += tower.parameters
-    else:
+    return numbers * inputs.element_bytes
+
+
+def looking_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int, update: bool = False) -> int:
+    """Returns the bytes on the device of a rank of stage `pp` while it looks: the tower's largest pass, and features of
+    a micro-batch. Those of a step are on the host. In an `update` a trained tower's pass is kept for going backward.
+    """
+    tower = inputs.tower
+    if tower is None or pp:
+        return 0
+    numbers = _micro_batch_tokens(inputs.config, batch) * tower.feature_numbers()
+    if update and inputs.model.trained_tower is not None:
         numbers += _graph_numbers(inputs, tower)
-    passed = _pass_bytes(tower, _largest_image(inputs.config), inputs.element_bytes)
-    return seconds + numbers * inputs.element_bytes + passed
+    return numbers * inputs.element_bytes + _pass_bytes(tower, _largest_image(inputs.config), inputs.element_bytes)
 
 
 def _shows_later(config: RunConfig) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 from sitecustomize import SLICE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 3
-MEASURED = 1  # of them, from 0: neither the first, which builds, nor the last, after which the run ends
+STEPS = 4
+MEASURED = 2  # of them, from 0: after the first, which builds, and the second, after which the plan is compared
 # a function that a process of this kind alone runs
 KINDS = {
     "driver": "train_step",

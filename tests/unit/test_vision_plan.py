@@ -18,7 +18,7 @@ from mrl.model import model_spec
 from mrl.model.tower_sizes import VisionTower
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for
 from mrl.plan.run_plan import plan_of
-from mrl.plan.vision_costs import host_bytes, image_tokens, rank_bytes
+from mrl.plan.vision_costs import host_bytes, image_tokens, looking_bytes, tower_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "parallel_configs" / "tiny-vision" / "cpu.yaml"
@@ -87,7 +87,8 @@ def test_a_run_that_sees_has_the_tower_on_ranks_of_the_first_stage_and_on_worker
     seeing, blind = planned(), planned("model.vision=null")
     tower = model_spec(whole_model()).tower
     terms = {name: phase["terms"] for name, phase in seeing["memory"]["phases"].items()}
-    assert all(terms[name]["vision_tower"] > 4 * tower.parameters for name in ("train", "log_prob", "sync"))
+    assert all(terms[name]["vision_tower"] == 4 * tower.parameters for name in ("train", "log_prob", "sync"))
+    assert terms["train"]["looking"] == terms["log_prob"]["looking"] and "looking" not in terms["sync"]
     weights = terms["rollout"]["engine_weights"] - blind["memory"]["phases"]["rollout"]["terms"]["engine_weights"]
     assert weights == 4 * tower.parameters
     outside = terms["rollout"]["engine_outside"] - blind["memory"]["phases"]["rollout"]["terms"]["engine_outside"]
@@ -100,6 +101,15 @@ def test_a_run_that_sees_has_the_tower_on_ranks_of_the_first_stage_and_on_worker
     assert flops == pytest.approx({"log_prob": looked, "update": 0, "generation": looked})
     assert seeing["vision"]["parameters"] == tower.parameters and "vision" not in blind
     assert seeing["reshard"]["bytes_required"] == blind["reshard"]["bytes_required"]
+
+
+def test_what_a_pass_over_images_takes_is_free_again_while_engines_generate():
+    """verl-recipe's infigui-g1/run_3b.sh: Qwen2.5-VL-3B with gpu_memory_utilization 0.7 on 80 GB, its tower trained."""
+    own = ("actor.layout.world_size=2", "cluster.n_gpus_per_node=2", "cluster.placement=colocated")
+    phases = planned(*own, "model.vision=trained")["memory"]["phases"]
+    assert {name for name, phase in phases.items() if "looking" in phase["terms"]} == {
+        "train", "log_prob", "rollout_to_log_prob"}  # fmt: skip
+    assert phases["train"]["terms"]["looking"] > phases["log_prob"]["terms"]["looking"]
 
 
 def test_each_replica_looks_at_the_images_of_its_rows_which_may_be_all():
@@ -134,8 +144,8 @@ def test_later_stages_have_no_tower():
     config = load_config(TINY, overrides=["model.path=none", *layout]).config
     inputs = PlanInputs.of(config, model, device_for(config))
     batch = batch_plan(config, inputs.train)
-    assert rank_bytes(inputs, batch, 0) and host_bytes(inputs, batch, 0)
-    assert not rank_bytes(inputs, batch, 1) and not host_bytes(inputs, batch, 1)
+    assert all((tower_bytes(inputs, 0), looking_bytes(inputs, batch, 0), host_bytes(inputs, batch, 0)))
+    assert not any((tower_bytes(inputs, 1), looking_bytes(inputs, batch, 1), host_bytes(inputs, batch, 1)))
 
 
 @pytest.mark.parametrize("part", ["trained", "projector"])
@@ -171,7 +181,7 @@ def test_images_of_tools_and_agents_are_counted_up_to_what_a_sample_holds():
         batch = batch_plan(config, inputs.train)
         found[name] = (
             plan["memory"]["host"]["terms"]["features"],
-            rank_bytes(inputs, batch, 0),
+            looking_bytes(inputs, batch, 0),
             plan["vision"]["most_tokens_of_a_sample"],
         )
     token = 4 * 3 * 128  # bytes of an image token's features
@@ -182,7 +192,7 @@ def test_images_of_tools_and_agents_are_counted_up_to_what_a_sample_holds():
     assert found["agents"][0] == 512 * (24 + response) * token  # each writes prompts of its own
     most = max(batch.micro.tokens, batch.log_prob_micro.tokens)
     rows = max(batch.micro.rows, batch.log_prob_micro.rows)
-    of_prompts = 4 * model_spec(whole_model()).tower.parameters + rows * 24 * token + 24 * 4 * patch
+    of_prompts = rows * 24 * token + 24 * 4 * patch
     assert found["prompts"][1] == of_prompts
     more = (most - rows * 24) * token + (response - 24) * 4 * patch  # the largest image fills a response
     assert found["tools"][1] == found["agents"][1] == of_prompts + more
@@ -225,13 +235,9 @@ def test_under_a_token_budget_a_micro_batch_may_be_prompts_alone():
     given = ["actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=288", "data.max_response_length=8"]
     config = load_config(TINY, overrides=["model.path=none", *given]).config
     inputs = PlanInputs.of(config, model_spec(whole_model()), device_for(config))
-    parameters, token, patch = (
-        model_spec(whole_model()).tower.parameters,
-        4 * 3 * 128,
-        4 * (3 * 2 * 8 * 8 + 6 * 64 + 2 * 96),
-    )
-    expected = 4 * parameters + 12 * 24 * token + 24 * 4 * patch  # twelve prompts of 24 tokens, no response
-    assert rank_bytes(inputs, batch_plan(config, inputs.train), 0) == expected
+    token, patch = 4 * 3 * 128, 4 * (3 * 2 * 8 * 8 + 6 * 64 + 2 * 96)
+    expected = 12 * 24 * token + 24 * 4 * patch  # twelve prompts of 24 tokens, no response
+    assert looking_bytes(inputs, batch_plan(config, inputs.train), 0) == expected
 
 
 def test_a_plan_is_plain_data():
