@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ SAMPLING = {
 # parts of a body that are read, and those that say nothing of the answer
 _READ = {"model", "messages", "tools", "max_tokens", "stream"}
 _READ_OPENAI = _READ | {"max_completion_tokens", "stream_options"}
-_READ_ANTHROPIC = _READ | {"system"}
+_READ_ANTHROPIC = _READ | {"system", "thread"}
 _LABELS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "cache_control", "betas", "client_metadata",
@@ -133,8 +133,9 @@ class ChatRequest:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # settings that ask for something, by name
     chooses_no_tool: bool = False  # tool_choice: none
     choice: str | None = None  # name of the tool that has to be called; "": any one
+    previous: str = ""  # id of the answer whose conversation goes on
+    is_thread: bool = False  # in the form of Anthropic: it goes on with the same tools
     # of the form of Responses
-    previous: str = ""  # id of the response whose conversation goes on
     is_instructed: bool = False  # the first message is instructions, which the next response does not inherit
     forms: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tool -> namespace, type of its calls
     # of completions: the whole prompt, as token ids or as a text of them
@@ -252,8 +253,11 @@ def _only_functions(what: str, given: Mapping[str, Any]) -> str:
 def parse_anthropic(body: Any) -> ChatRequest:
     """Reads a request for a message. Raises BadRequest."""
     check_mapping(body, "the body")
+    thread = body.get("thread") or {}  # of a conversation that the server holds, under the id of its last answer
+    check_mapping(thread, "`thread`")
+    previous = string_of(thread.get("previous_message_id"))
     messages = []
-    if body.get("system") not in _NOTHING:
+    if body.get("system") not in _NOTHING and not previous:  # it stands in what is held
         messages.append(ChatMessage("system", text_of(body["system"])))
     for message in list_of(body, "messages"):
         messages += _anthropic_messages(message)
@@ -269,7 +273,8 @@ def parse_anthropic(body: Any) -> ChatRequest:
             tools.append(tool_of({"name": tool.get("name"), "description": known[0]}, known[1]))
         else:
             left_out.append(str(kind))
-    return checked(body, _READ_ANTHROPIC, messages, tools, limit_of(body, "max_tokens"), left_out)
+    asked = checked(body, _READ_ANTHROPIC, messages, tools, limit_of(body, "max_tokens"), left_out)
+    return replace(asked, previous=previous, is_thread=bool(previous))
 
 
 def _anthropic_messages(message: Any) -> list[ChatMessage]:
@@ -532,24 +537,40 @@ def openai_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
     elif not answer.message.content:
         message["content"] = ""
     if answer.message.thought:
-        message["reasoning_content"] = answer.message.thought
+        message |= _openai_thought(answer.message.thought)
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _openai_finish(answer)}
     return _openai_head(answer, request, "chat.completion") | {"choices": [choice], "usage": openai_usage(answer)}
 
 
 def openai_events(answer: ChatAnswer, request: ChatRequest) -> Iterator[tuple[str, Any]]:
-    """Yields an answer as chunks of a stream: the whole text in one, then the finish reason."""
+    """Yields an answer as chunks of a stream, as OpenAI's server cuts it: one chunk has thoughts, text, or a part of
+    one call. Some clients read no more of a chunk.
+    """
     head = _openai_head(answer, request, "chat.completion.chunk")
-    delta: dict[str, Any] = {"role": "assistant", "content": answer.message.content}
-    if answer.message.calls:
-        delta["tool_calls"] = [{"index": i, **_openai_call_out(call)} for i, call in enumerate(answer.message.calls)]
-    if answer.message.thought:
-        delta["reasoning_content"] = answer.message.thought
-    for part, finish in ((delta, None), ({}, _openai_finish(answer))):
-        yield "", head | {"choices": [{"index": 0, "delta": part, "logprobs": None, "finish_reason": finish}]}
+    for delta in _openai_deltas(answer.message):
+        yield "", head | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]}
+    last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": _openai_finish(answer)}
+    yield "", head | {"choices": [last]}
     if request.wants_usage:
         yield "", head | {"choices": [], "usage": openai_usage(answer)}
     yield "", "[DONE]"
+
+
+def _openai_deltas(message: ChatMessage) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": ""}
+    if message.thought:
+        yield _openai_thought(message.thought)
+    if message.content:
+        yield {"content": message.content}
+    for index, call in enumerate(message.calls):
+        whole = _openai_call_out(call)
+        function = whole["function"]
+        yield {"tool_calls": [{"index": index, **whole, "function": function | {"arguments": ""}}]}
+        yield {"tool_calls": [{"index": index, "function": {"arguments": function["arguments"]}}]}
+
+
+def _openai_thought(thought: str) -> dict[str, str]:
+    return {"reasoning_content": thought, "reasoning": thought}  # vLLM has renamed it to the second
 
 
 def _openai_head(answer: ChatAnswer, request: ChatRequest, kind: str) -> dict[str, Any]:

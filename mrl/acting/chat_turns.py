@@ -96,6 +96,7 @@ class KeptTurns:
         self._nodes: dict[tuple[int, Any], int] = {}  # (node, what follows it) -> node
         self._uses: Counter[int] = Counter()  # node -> how many turns pass it
         self._newest_node = 0
+        self._bare: dict[tuple[int, Any], int] = {}  # (node, key of an answer without its text) -> node behind it
         self._said: dict[int, int] = {}  # node behind an answer -> the newest turn that ends there
         self._questions: dict[tuple[int | None, int], _Question] = {}  # (parent, node behind the messages) -> question
         self._following: Counter[int] = Counter()  # turn -> how many follow it
@@ -170,6 +171,8 @@ class KeptTurns:
         node = self._node(turn.node, said.key)
         self._uses[node] += 1
         self._said[node] = max(number, self._said.get(node, 0))
+        if said.calls:
+            self._bare[turn.node, replace(said, content="").key] = node
 
     def drop(self, number: int) -> None:
         """Takes back request `number`, which has no answer, as if it had not been made."""
@@ -274,7 +277,8 @@ class KeptTurns:
         nodes: list[int] = []
         at = first
         for message in asked.messages:
-            at = self._nodes.get((at, message.key))
+            # some clients keep nothing of an answer but its calls
+            at = self._nodes.get((at, message.key)) or self._bare.get((at, message.key))
             if at is None:
                 break
             nodes.append(at)

@@ -84,11 +84,14 @@ class SpokenTurns:
         """Puts the conversation up to an earlier response in front of the messages, behind their instructions."""
         number = number_of(asked.previous)
         if number not in self._turns:
-            raise BadRequest(f"`previous_response_id` is {asked.previous[:60]!r}, which is no response of this session")
+            raise BadRequest(f"the request goes on from {asked.previous[:60]!r}, which is no answer of this session")
         own = asked.is_instructed
         *before, last = self._kept.history(number)
         new = in_order_of_calls((last, *asked.messages[own:]))
-        return replace(asked, messages=(*asked.messages[:own], *before, *new))
+        tools = asked.tools
+        if asked.is_thread and not tools:
+            tools = self._kept.tools_of(number)
+        return replace(asked, messages=(*asked.messages[:own], *before, *new), tools=tools)
 
     def _with_tokens(self, asked: ChatRequest) -> ChatRequest:
         """Finds the turn whose tokens are the beginning of the request's, the longest of several."""

@@ -312,7 +312,9 @@ def answer(**more) -> ChatAnswer:
 @pytest.mark.parametrize("calls", [(), (ChatCall("call_1_0", "search", ARGUMENTS), ChatCall("call_1_1", "go", {}))])
 @pytest.mark.parametrize("path", APIS)
 def test_an_answer_that_a_client_sends_back_is_the_message_that_was_said(path, content, calls):
-    """Whole, and put together of a stream as clients do it."""
+    """Whole, and put together of a stream as clients do it: haystack's StreamingChunk holds text or calls, and
+    llama-index's update_tool_calls reads one call of a chunk.
+    """
     api = APIS[path]
     said = answer(content=content, calls=calls)
     asked = api.parse({"messages": [USER], "max_tokens": 5, "model": "m"})
@@ -334,9 +336,16 @@ def streamed(path: str, events: list) -> dict:
         assert events[-1] == ["", "[DONE]"]
         deltas = [data["choices"][0]["delta"] for _, data in events[:-1]]
         message = {"role": "assistant", "content": "".join(delta.get("content", "") for delta in deltas)}
-        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-        assert [call.pop("index") for call in calls] == list(range(len(calls)))
-        return message | ({"tool_calls": calls} if calls else {})
+        calls = {}
+        for delta in deltas:  # clients read one part of a chunk, and of its calls the first
+            assert len(delta.keys() - {"role", "reasoning"}) <= 1
+            for call in delta.get("tool_calls", [])[:1]:
+                kept = calls.setdefault(call.pop("index"), call)
+                if kept is not call:
+                    assert list(call) == ["function"] and list(call["function"]) == ["arguments"]
+                    kept["function"]["arguments"] += call["function"]["arguments"]
+        assert list(calls) == list(range(len(calls)))
+        return message | ({"tool_calls": list(calls.values())} if calls else {})
     blocks = []
     for name, data in events:
         assert name == data["type"]

@@ -67,6 +67,18 @@ def test_arguments_forged_in_a_call_are_another_history():
     assert ONE.locate(asked(U1, T2)).why is Why.EDITED
 
 
+def test_an_answer_of_which_a_client_keeps_the_calls_alone_is_gone_on_from():
+    """As crewai's, agno's and haystack's clients do, which drop the text beside calls."""
+    bare = said("", "f")
+    assert ONE.locate(asked(U1, bare, T2)) == ChatPosition(Move.EXTENDS, 1, (T2,))
+    assert TWO.locate(asked(U1, bare, T2, A2, T3)) == ChatPosition(Move.EXTENDS, 2, (T3,))
+    for other in (said("", "g"), said("", "f", "f"), said(""), said("a1'", "f")):
+        assert ONE.locate(asked(U1, other, T2)).why is Why.FORGED
+    kept, _ = sampled((FIRST, A1), (FIRST, bare), (FIRST, said("a1'", "f")))
+    assert kept.locate(asked(U1, bare, T2)).parent == 2  # what was said so comes first
+    assert kept.locate(asked(U1, A1, T2)).parent == 1
+
+
 def test_where_nothing_is_new_there_is_nothing_to_answer():
     with pytest.raises(BadRequest, match="nothing to answer"):
         ONE.locate(asked(U1, A1))

@@ -285,6 +285,38 @@ def test_a_conversation_in_the_form_of_responses_is_one_branch_by_ids_and_by_ite
     assert text_of(made).count("Be brief.") == 1 and last_calls(made) == [("agent", "ok")] * 3
 
 
+def test_a_thread_of_anthropics_form_goes_on_with_its_tools_in_one_branch(tmp_path):
+    """anthropic's tool runner (2.14, lib/threads) sends what is new alone, and neither tools nor system again."""
+    saw = tmp_path / "saw"
+    path = "/v1/messages"
+    tool = {
+        "name": "calculator",
+        "description": "Computes.",
+        "input_schema": agent_functions.TOOL["function"]["parameters"],
+    }
+    asked = {
+        "model": "m",
+        "max_tokens": 500,
+        "messages": [{"role": "user", "content": "12*34?"}],
+        "system": "Be brief.",
+    }
+    result = {"type": "tool_result", "tool_use_id": "call_1_0", "content": "408"}
+    new = {"model": "m", "max_tokens": 500, "messages": [{"role": "user", "content": [result]}]}
+    steps = [
+        ["post", path, asked | {"tools": [tool], "thread": {"type": "create"}}],
+        ["post", path, new | {"thread": {"type": "continue", "previous_message_id": "msg_1"}}],
+        ["post", path, new | {"thread": {"type": "continue", "previous_message_id": "msg_99"}}],
+    ]
+    (made,) = rows(Engine(f"Well. {CALL}", CALL), conversations(), [row({"steps": steps, "saw": str(saw)})])
+    first, second, unknown = json.loads(saw.read_text())
+    assert first["stop_reason"] == second["stop_reason"] == "tool_use"
+    assert unknown["status"] == 400 and "msg_99" in unknown["said"]["error"]["message"]
+    assert made.branch_counts is None and made.turn_counts.tolist() == [2] and stop_of(made) == Stop.CLOSED
+    told = f"{turn(f'Well. {CALL}')}\n<|im_start|>user\n<tool_response>\n408\n</tool_response>{END}\n"
+    assert text_of(made).endswith(told + turn(CALL)) and text_of(made).count("Be brief.") == 1
+    assert last_calls(made) == [("agent", "ok")] * 2
+
+
 def test_completions_by_token_ids_go_on_from_the_tokens_that_they_begin_with(tmp_path):
     saw = tmp_path / "saw"
     more = ids("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
