@@ -12,6 +12,7 @@ from mrl.algo.spec import (
     BAND_MODES,
     BY_TURN,
     CORRECTIONS,
+    KL_TYPES,
     LOSSES,
     MODES,
     TOKEN_BAND,
@@ -36,6 +37,7 @@ _OTHER_SCALE = 10
 _SLOW = 10  # steps of samples in the horizon of an adaptive weight, at least
 # rows of a drawn mini-batch on a replica: the fullest has 16 % more work than the mean at 64, half more at 16
 _EVEN_ROWS = 32
+_WITHOUT_GRADIENT = [name for name, spec in KL_TYPES.items() if spec.estimator == "k1" and not spec.k2_gradient]
 _PENALISED = "reward"  # the part that is the score after penalties
 
 
@@ -73,6 +75,11 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
     if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
         yield f"algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} is not read: algorithm.use_kl_loss is false"
+    if algorithm.use_kl_loss and algorithm.kl_loss_type in _WITHOUT_GRADIENT:
+        yield (
+            f"algorithm.kl_loss_type: {algorithm.kl_loss_type} has a gradient whose mean is 0 on the policy's own "
+            f"tokens, so the KL holds nothing back; {algorithm.kl_loss_type}+ has its value and the KL's gradient"
+        )
     control = algorithm.kl_ctrl
     if control.type == "adaptive" and control.horizon < _SLOW * _samples(config):
         change = LARGEST_ERROR * _samples(config) / control.horizon
@@ -98,7 +105,16 @@ def _uneven_epochs(config: RunConfig) -> Iterator[str]:
 
 
 def _unread_constants(loss: PolicyLossConfig) -> Iterator[str]:
-    """Constants that are not at their defaults and that belong to another loss; a loss of the user's may read all."""
+    """Constants that are not at their defaults and that belong to another loss or aggregation; a loss of the user's may
+    read all those of losses.
+    """
+    aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
+    if loss.loss_scale_factor is not None and aggregation is not None and not aggregation.needs_scale_factor:
+        scaled = ", ".join(name for name, spec in AGGREGATIONS.items() if spec.needs_scale_factor)
+        yield (
+            f"{_LOSS}.loss_scale_factor = {loss.loss_scale_factor:g} is not read with loss_agg_mode "
+            f"{loss.loss_agg_mode}; it is the divisor of {scaled}"
+        )
     if loss.custom is not None or loss.loss_mode not in LOSSES:
         return
     for name in sorted({name for spec in LOSSES.values() for name in spec.constants}):
@@ -137,11 +153,25 @@ def _parts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not keys:
         why = f"{name} normalises each part of the reward by itself; name the parts that the function returns"
         yield Violation("algorithm.gdpo_reward_keys", "names no part of the reward", why)
+    elif len(set(keys)) < len(keys):
+        why = "each part counts once; a larger gdpo_reward_weights makes it count more"
+        yield Violation("algorithm.gdpo_reward_keys", "names a part twice", why)
     elif config.algorithm.gdpo_reward_weights and len(config.algorithm.gdpo_reward_weights) != len(keys):
         yield Violation(
             "algorithm.gdpo_reward_weights",
             f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none",
         )
+
+
+def _of_parts(name: str) -> RuleRow:
+    """Builds the row of a key that an advantage reads with the parts of the reward; one of the user's may."""
+    return on_only_where(
+        f"algorithm.{name}",
+        lambda c, m: _needs_parts(c) or c.algorithm.custom_advantage is not None,
+        "must be empty unless algorithm.adv_estimator is gdpo",
+        "other advantages read the score alone, and the setting would be ignored",
+        ((),),
+    )
 
 
 def _parts_with_penalty(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -377,6 +407,13 @@ _LIKELY_MISTAKES = (
 LOSS_RULES = (
     _estimator,
     _parts,
+    *map(_of_parts, ("gdpo_reward_keys", "gdpo_reward_weights")),
+    RuleRow(
+        "algorithm.gdpo_reward_weights",
+        lambda c, m: bool(c.algorithm.gdpo_reward_weights) and not any(c.algorithm.gdpo_reward_weights),
+        "must not all be 0",
+        "every advantage would be 0, and nothing would be learned",
+    ),
     on_only_where(
         "algorithm.use_kl_in_reward",
         lambda c, m: not _needs_parts(c),

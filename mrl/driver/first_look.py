@@ -12,9 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from mrl.driver.own_loss import try_loss
 from mrl.engine.requests import turns_spec
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.model.registry import has_tokenizer
-from mrl.reward.items import OK, ONE_TURN, RewardItem, check_failures
+from mrl.reward.items import OK, ONE_TURN, REWARD, SCORE, RewardItem, check_failures, part_of
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.process import PACKAGE_ROOT
 from mrl.reward.truths import right_responses
@@ -104,7 +104,8 @@ def look(config: RunConfig) -> Looked:
     outcome = {}
     if turns is not None:
         outcome = ONE_TURN
-    failed = _ask(config.reward, firsts, outcome)
+    parts = () if turns is not None else _parts_read(config.algorithm)  # environments give parts of their own
+    failed = _ask(config.reward, firsts, outcome, parts)
     reads = here == data and small
     untokenised = Looked(None, bad_rows, failed)
     if not has_tokenizer(config.model.path) or (turns and not offer):
@@ -245,13 +246,24 @@ def _first_row(file: str, data: DataConfig, rule: str | None, image_key: str) ->
     return None
 
 
-def _ask(reward: RewardConfig, rows: Sequence[_Row], outcome: Mapping[str, Any]) -> str | None:
+def _parts_read(algorithm: AlgorithmConfig) -> set[str]:
+    """Returns the parts of the reward that a step reads by name."""
+    names = set(algorithm.gdpo_reward_keys)
+    if algorithm.filter_groups.enable:
+        names.add(algorithm.filter_groups.metric)
+    return names - {SCORE, REWARD}
+
+
+def _ask(
+    reward: RewardConfig, rows: Sequence[_Row], outcome: Mapping[str, Any], parts: Collection[str] = ()
+) -> str | None:
     """Loads a user's function that is on this host, or a built-in rule, and asks it about the first row.
 
     The responses are nonsense, the truth, and the truth in words. A function that uses the network, such as a judge
     that costs, is asked until it has judged one. `outcome` is added to the row's extra_info. Returns what failed. A
     correct function may fail on some answers, so it raises only if all fail. A built-in rule is asked about the truth
-    as it wants it said, and has to judge that.
+    as it wants it said, and has to judge that. Raises DataError, too, where a judged text has no number under one of
+    `parts`.
     """
     spec = reward_spec(reward, {row.fields["data_source"] for row in rows})
     custom = reward.custom_reward_function
@@ -272,6 +284,9 @@ def _ask(reward: RewardConfig, rows: Sequence[_Row], outcome: Mapping[str, Any])
             results += pool.score([RewardItem(number, row["data_source"], text, truth, extra_info)])
             if results[-1].reason == OK and (custom is None or reward.network):
                 break
+    for result, name in product(results, sorted(parts)):
+        if result.reason == OK:
+            part_of(result, name)
     failed = [result for result in results if result.reason != OK]
     if not failed:
         return None

@@ -32,12 +32,15 @@ from mrl.reward.items import (
     LEFT_OUT,
     NOT_FINITE,
     OK,
+    REWARD,
+    SCORE,
     UNJUDGED,
     Question,
     RewardResult,
     check_failures,
     failure_counts,
     failures_at_the_bottom,
+    part_of,
 )
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
@@ -46,8 +49,6 @@ from mrl.store.response_store import ResponseStore
 
 TRAIN = "train"
 TRAIN_RESPONSES = f"{TRAIN} responses"  # the phase that counts them in its progress
-SCORE = "score"
-REWARD = "reward"
 WAIT_S = 0.5  # wait for responses, before signals are checked again
 JOINED_AT = 64  # number of parts: columns of one row take kilobytes, columns of many rows a hundred bytes per row
 
@@ -324,20 +325,8 @@ def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray)
     """
     if metric == REWARD:
         return rewards
-    values = [r.score if metric == SCORE or r.reason != OK else _part(r, metric) for r in results]
+    values = [r.score if metric == SCORE or r.reason != OK else part_of(r, metric) for r in results]
     return np.array(values, dtype=np.float64)
-
-
-def _part(result: RewardResult, name: str) -> float:
-    value = result.parts.get(name)
-    if isinstance(value, bool | int | float):
-        return float(value)
-    known = ", ".join([SCORE, REWARD, *sorted(result.parts)])
-    raise DataError(
-        f"the reward of sample {result.sample_id} has no number under {name!r} (algorithm.filter_groups.metric, "
-        f"gdpo_reward_keys); allowed: {known}. What an environment gives with some replies only, its class has to "
-        "declare in `parts`"
-    )
 
 
 def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:

@@ -23,6 +23,8 @@ NOT_FINITE = "not_finite"  # not scored: the response has log-probs that are not
 UNJUDGED = (LEFT_OUT, NOT_FINITE)
 FELL = "fell"  # last word of `detail`: the environment's process was ended because of another response
 ANSWER_BYTES = 2**20  # limit for one answer of a scoring process, as JSON
+SCORE = "score"  # what a function returned
+REWARD = "reward"  # the score after penalties
 ACC = "acc"  # the part that tells how right an answer is; equals the number of a function that returns only a number
 
 
@@ -97,6 +99,19 @@ class RewardResult:
     detail: str = ""
     data_source: str = ""
     texts: Any = None  # of `parts`, where they stayed with the scorer; see mrl.store.reward_texts
+
+
+def part_of(result: RewardResult, name: str) -> float:
+    """Returns the number that a reward has under `name`. Raises DataError where it has none."""
+    value = result.parts.get(name)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    known = ", ".join([SCORE, REWARD, *sorted(result.parts)])
+    raise DataError(
+        f"the reward of sample {result.sample_id} has no number under {name!r} (algorithm.filter_groups.metric, "
+        f"gdpo_reward_keys); allowed: {known}. What an environment gives with some replies only, its class has to "
+        "declare in `parts`"
+    )
 
 
 def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:

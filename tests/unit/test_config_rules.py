@@ -422,6 +422,24 @@ def test_constants_of_another_loss_are_noted():
     assert told_unread(POLICY + "tau_pos=1.5", POLICY + "loss_mode=sapo") == []
 
 
+def test_a_divisor_of_another_aggregation_is_noted():
+    """verl 0.9.1 (agg_loss) reads it in one mode alone, as mrl does."""
+    (note,) = notes(load_config(TINY, overrides=[POLICY + "loss_scale_factor=1024"]), TINY_MODEL)
+    assert note.endswith(
+        "not read with loss_agg_mode seq-mean-token-mean; it is the divisor of seq-mean-token-sum-norm"
+    )
+    read = [POLICY + "loss_scale_factor=1024", POLICY + "loss_agg_mode=seq-mean-token-sum-norm"]
+    assert not any("loss_scale_factor" in note for note in notes(load_config(TINY, "grpo", read), TINY_MODEL))
+
+
+@pytest.mark.parametrize("name", ["k1", "kl", "k1+", "k2", "k3", "abs", "low_var_kl"])
+def test_a_kl_whose_gradient_is_zero_on_average_is_noted(name):
+    """The mean of d log p over the policy's own tokens is 0 (arXiv:2512.21852; verl's docs on kl_loss_type)."""
+    kl = ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.001", f"algorithm.kl_loss_type={name}"]
+    found = [note for note in notes(load_config(TINY, overrides=kl), TINY_MODEL) if "kl_loss_type" in note]
+    assert len(found) == (name in ("k1", "kl")) and all(f"{name}+ has its value" in note for note in found)
+
+
 def test_constants_at_their_defaults_and_those_of_a_loss_of_ones_own_are_not_noted():
     assert told_unread(POLICY + "tau_pos=1.0") == []
     own = [POLICY + "loss_mode=mine", POLICY + "custom={path: mine.py}"]

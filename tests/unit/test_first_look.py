@@ -193,6 +193,24 @@ def test_a_reward_that_cannot_score_is_told_from_one_row(folder, text, words):
     assert words in str(refused.value) and getattr(refused.value, "exit_code", 1) in (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "missing"),
+    [
+        (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, accuracy_reward]"], "accuracy_reward"),
+        (["algorithm.filter_groups={enable: true, metric: seq_reward}"], "seq_reward"),  # one of verl's metrics
+        (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, reward]"], None),
+        (["algorithm.filter_groups={metric: seq_reward}"], None),
+    ],
+)
+def test_a_part_that_the_reward_does_not_give_is_missed_before_anything_is_generated(folder, overrides, missing):
+    config = config_with(*overrides).config
+    if missing is None:
+        assert look(config).reward is None
+        return
+    with pytest.raises(DataError, match=rf"has no number under '{missing}' .*; allowed: score, reward, acc"):
+        look(config)
+
+
 def test_a_reward_is_looked_at_where_the_rows_are_elsewhere_and_the_other_way_round(folder):
     elsewhere = ["data.train_files=/shared/t.parquet", "data.val_files=/shared/v.parquet"]
     with pytest.raises(ConfigError, match="no function 'other'; the file defines: compute_score"):
@@ -422,7 +440,7 @@ def test_an_advantage_that_fails_is_told_from_a_made_up_step(folder, body, words
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("use_kl_in_reward=true",), ("gdpo_reward_keys=[format]", "gdpo_reward_weights=[2]")]
+    "more", [(), ("use_kl_in_reward=true",), ("gdpo_reward_keys=[acc]", "gdpo_reward_weights=[2]")]
 )
 def test_an_advantage_that_works_is_asked_of_what_a_step_has_and_its_file_runs_anew(folder, more):
     (folder / "works.py").write_text(

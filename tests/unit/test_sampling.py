@@ -309,6 +309,19 @@ CONTRADICTIONS = [
         "algorithm.gdpo_reward_keys",
         "the penalty is in none but reward",
     ),
+    # of verl 0.9.1, compute_gdpo_outcome_advantage: a part that is named twice counts twice
+    (
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a, a]"],
+        "algorithm.gdpo_reward_keys",
+        "counts once",
+    ),
+    (
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a, b]", "algorithm.gdpo_reward_weights=[0, 0]"],
+        "algorithm.gdpo_reward_weights",
+        "nothing would be learned",
+    ),
+    (["algorithm.gdpo_reward_keys=[acc]"], "algorithm.gdpo_reward_keys", "read the score alone"),
+    (["algorithm.gdpo_reward_weights=[2]"], "algorithm.gdpo_reward_weights", "read the score alone"),
     (["data.gen_batch_size=128"], "data.gen_batch_size", "trains on all that it generates"),
     ([FILTER, END + "partial"], "algorithm.filter_groups.max_num_gen_batches", "never used up"),
     (["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus", FILTER], "rollout.n", "one response does not"),

@@ -37,6 +37,7 @@ REWARDED = "reward.function=environment"
 FILTERED = "algorithm.filter_groups={{enable: true, metric: {}}}"
 READ = ("reward.function", "algorithm.filter_groups.metric", "algorithm.gdpo_reward_keys")
 KEYS = "algorithm.gdpo_reward_keys=[{}]"
+GDPO = "algorithm.adv_estimator=gdpo"
 HELD = ["trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true"]
 GIGPO = "algorithm.adv_estimator=gigpo"
 BY_TOKEN = "algorithm.policy_loss.loss_mode=gspo-token"
@@ -80,7 +81,11 @@ BROKEN = {
         "algorithm.filter_groups.metric",
         "names lost, which is no part",
     ),
-    "no key": ([GAMES, REWARDED, KEYS.format("won, lost")], "algorithm.gdpo_reward_keys", "names lost, which is no"),
+    "no key": (
+        [GAMES, REWARDED, GDPO, KEYS.format("won, lost")],
+        "algorithm.gdpo_reward_keys",
+        "names lost, which is no",
+    ),
     "no environment": ([CALCULATOR, REWARDED], "reward.function", "must be another one without"),
 }
 
@@ -96,9 +101,9 @@ def test_what_cannot_be_is_refused_by_key(overrides, field, rule):
         [CALCULATOR, *HELD, "trainer.order=ready_first"],
         [GAMES, REWARDED],
         [GAMES, REWARDED, GIGPO, BY_TOKEN, "algorithm.gamma=0.9", "algorithm.branch_rewards=own"],
-        [GAMES, REWARDED, FILTERED.format("won"), KEYS.format("won, guesses, acc, reward")],
-        [GAMES, REWARDED, "reward.bonus_rules={think_format: 0.1}", KEYS.format("main, think_format")],
-        [f"rollout.turns={{environments: [Stairs], path: {FILE}}}", REWARDED, KEYS.format("left")],
+        [GAMES, REWARDED, FILTERED.format("won"), GDPO, KEYS.format("won, guesses, acc, reward")],
+        [GAMES, REWARDED, "reward.bonus_rules={think_format: 0.1}", GDPO, KEYS.format("main, think_format")],
+        [f"rollout.turns={{environments: [Stairs], path: {FILE}}}", REWARDED, GDPO, KEYS.format("left")],
     ):
         fields = [each.field for each in violations(configured(*legal), MODEL)]
         assert not [each for each in fields if "turns" in each or "trainer" in each or each in READ]
