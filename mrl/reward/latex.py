@@ -72,6 +72,8 @@ _LEFT_OUT = re.compile(
 # commas between thousands that are no commas of a list: 11,\!111 and 11{,}111
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}\s*(?:\\!\s*)*|,\s*(?:\\!\s*)+)(?=\d{3}(?!\d))")
 _TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")  # a command as JSON writes it
+_DOTS = r"\ldots"
+_ANY_DOTS = re.compile(r"\\(?:ldots|cdots|dots[cbmio]?|hdots)(?![a-zA-Z])|…|(?<!\.)\.\.\.(?!\.)")
 _UNEQUAL = re.compile(r"\\neq?(?![a-zA-Z])|\\not\s*=|(?<=\s)!=")
 _DOLLARS = re.compile(r"^\s*\$?\s*([+-]?)\s*\\\$([^§]*?)(\$?)$")
 _FRACTION = re.compile(r"\\[dtc](frac|binom)(?![a-zA-Z])")
@@ -131,6 +133,7 @@ def clean(text: str) -> str:
     text = (
         _DOLLARS.sub(lambda m: f"{m[1]}{m[2]} {UNIT}$$", text).replace(r"\$", "").replace(f"{UNIT}$$", f"{UNIT}dollar")
     )
+    text = _ANY_DOTS.sub(lambda m: f"{_DOTS} ", text)
     text = _BAR.sub("|", _FRACTION.sub(lambda m: rf"\{m[1]}", text))
     text = _DEGREES.sub(f" {UNIT}deg", _LEFT_OUT.sub("", text))
     text = _unwrap_text(_SPACES.sub(" ", text.replace(r"\!", "")))
@@ -354,8 +357,8 @@ class Collection:
 
     @property
     def ordered(self) -> bool:
-        """Tells whether the order of the items counts."""
-        return self.kind not in ("list", "union")
+        """Tells whether the order of the items counts. It does where dots stand for the items that follow from it."""
+        return self.kind not in ("list", "union") or _DOTS in self.items
 
 
 _RELATION = re.compile(r"<=|>=|<|>|\\(?:[lg](?:e|eq|eqslant|t)|ne)(?![a-zA-Z])")
@@ -421,15 +424,28 @@ def is_interval(text: str) -> bool:
     return len(whole.items) == 2 and whole.ordered and whole.kind[0] in _OPEN and ends
 
 
-_MATRIX = re.compile(r"\\begin\s*\{([pbv]?matrix|array)\}(.*)\\end\s*\{\1\}", re.DOTALL)
+_MATRIX = re.compile(r"\\begin\s*\{([pbv]?matrix|array)\}((?:(?!\\begin|\\end).)*)\\end\s*\{\1\}", re.DOTALL)
+_COLUMNS = re.compile(r"\s*\{[lcr| ]*\}")  # how an array sets them
 _UNION = re.compile(r"\\cup(?![a-zA-Z])")
 _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
 
 
+def _without_brackets(text: str) -> str:
+    """Removes brackets around a matrix of elements, which has the same meaning with round and square ones or none."""
+    inner = text[1:-1].strip()
+    is_wrapped = text[:1] + text[-1:] in ("()", "[]") and inner.startswith(r"\begin")
+    if is_wrapped and (found := _MATRIX.fullmatch(inner)) and found[1] != "vmatrix":
+        return inner
+    return text
+
+
 def collection(text: str) -> Collection | None:
     """Splits a cleaned answer into its parts; None for a single one. `a \\pm b` is two values, a matrix its entries."""
-    if matrix := _MATRIX.fullmatch(text):
-        rows = [[entry.strip() for entry in row.split("&")] for row in matrix[2].split(r"\\") if row.strip()]
+    if matrix := _MATRIX.fullmatch(_without_brackets(text)):
+        body = matrix[2]
+        if matrix[1] == "array":
+            body = _COLUMNS.sub("", body, 1)
+        rows = [[entry.strip() for entry in row.split("&")] for row in body.split(r"\\") if row.strip()]
         kind = "matrix"
         if matrix[1] == "vmatrix":
             kind = "determinant"

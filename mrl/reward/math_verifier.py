@@ -42,6 +42,7 @@ DEEPEST = 6  # nested brackets; the parser's time grows exponentially with them
 MOST_ITEMS = 16
 LARGEST_EXPONENT = 10_000  # product of all whole exponents of an expression
 PRIMES = (11, 13, 17, 19, 23, 29, 31)  # numerators of the values at which expressions are compared
+CLEARLY = 1e-6  # no error of 15 digits is as large, where FEWEST_DIGITS are computed with
 FEWEST_DIGITS = 50  # with which a difference is computed; each digit that a power can hide adds one
 MOST_DIGITS = 20_000
 DIGITS_OF_A_BIT = 0.30103
@@ -198,7 +199,7 @@ def _bare(text: str) -> str:
 def _same_collection(truth: Collection, answer: Collection) -> bool:
     if truth.kind != answer.kind or len(truth.items) != len(answer.items) or len(truth.items) > MOST_ITEMS:
         return False
-    if truth.ordered:
+    if truth.ordered or _leaves_out_names(truth, answer):
         return all(equal(t, a) for t, a in zip(truth.items, answer.items, strict=True))
     left = list(answer.items)
     for item in truth.items:
@@ -207,6 +208,15 @@ def _same_collection(truth: Collection, answer: Collection) -> bool:
             return False
         del left[index]
     return True
+
+
+def _leaves_out_names(truth: Collection, answer: Collection) -> bool:
+    """Tells whether the truth gives values to several names and the answer has values alone, as `1, 2` for `a=1, b=2`.
+
+    Their order then says whose they are.
+    """
+    names = {named[1] for named in map(_ASSIGNED.match, truth.items) if named}
+    return len(names) > 1 and not any(map(_ASSIGNED.match, answer.items))
 
 
 def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text: str, answer_text: str) -> bool:
@@ -384,7 +394,7 @@ def _math_verify(truth: str, answer: str) -> bool:
         return False
     known, given = sides[0][0], sides[1][0]
     if _is_number(known) and _is_number(given):
-        return _confirmed(known, given)
+        return _confirmed(*_with_imaginary_unit(known, given))
     return bool(verify(*sides, timeout_seconds=None)) and _confirmed(known, given)
 
 
@@ -393,6 +403,21 @@ def _is_number(expression: Any) -> bool:
     from sympy import Expr
 
     return isinstance(expression, Expr) and {str(name) for name in expression.free_symbols} <= {"i"}
+
+
+def _with_imaginary_unit(truth: Any, answer: Any) -> tuple[Any, Any]:
+    """Reads i as the imaginary unit, unless the truth may mean an index: a + bi and powers of e are complex numbers,
+    and i^2 + i, i! or |i| may be anything.
+    """
+    from sympy import Abs, I, exp
+
+    units = truth.free_symbols | answer.free_symbols
+    is_complex = truth.has(exp) or all(
+        truth.is_polynomial(unit) and truth.as_poly(unit).degree() < 2 for unit in truth.free_symbols
+    )
+    if not units or not is_complex or truth.has(Abs) or answer.has(Abs):
+        return truth, answer
+    return tuple(side.subs(dict.fromkeys(units, I)) for side in (truth, answer))
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
@@ -465,22 +490,24 @@ def _at(expression: Any, point: Mapping[Any, Any]) -> Any:
 def _is_zero(number: Any, otherwise: bool) -> bool:
     """Tells whether an exact number is zero; `otherwise` where it has no finite value. Raises TooComplex.
 
-    An irrational one is zero if it is smaller than the error of as many digits as its powers can hide.
+    An irrational one is zero if it shows no value that more digits confirm, of as many as its powers can hide: what is
+    left of zero is an error, which becomes smaller with each digit.
     """
     if number.is_Rational:
         return bool(number == 0)
     digits = FEWEST_DIGITS + _hidden_digits(number)
     if digits > MOST_DIGITS:
         raise TooComplex
+    seen = []
     # few digits first, as they suffice for most; they round 1 + 10^-30 to 1, of which the logarithm is 0
-    for wanted in (15, digits):
-        parts = number.evalf(wanted, maxn=digits).as_real_imag()
+    for wanted, most in ((15, digits), (digits, digits), (2 * digits, 2 * digits)):
+        parts = number.evalf(wanted, maxn=most).as_real_imag()
         if not all(part.is_Float or part.is_Rational for part in parts):
             return otherwise
-        # sympy leaves one bit of precision to a number that may be nothing but error
-        if not all(part == 0 or (part.is_Float and part._prec <= 1) for part in parts):
+        if not seen and any(abs(part) > CLEARLY for part in parts):
             return False
-    return True
+        seen.append(parts)
+    return not any(2 * abs(one - other) < abs(one) for one, other in zip(*seen[1:], strict=True))
 
 
 def _hidden_digits(number: Any) -> int:

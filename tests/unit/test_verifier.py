@@ -5,12 +5,16 @@ from verifier_pairs import (
     ADVERSARIAL,
     BARS,
     BINOMIALS,
+    COMPLEX,
+    ERRORS,
     EXPRESSIONS,
     FORMS,
     LISTS,
+    MATRICES,
     NEAR,
     PLAIN,
     PRODUCTS,
+    REPORTED,
     RESPONSES,
     UNITS,
     WORDS,
@@ -21,7 +25,10 @@ from mrl.reward.latex import clean
 from mrl.reward.math_verifier import MATCH, NO_ANSWER, SEVERAL, TOO_COMPLEX, WRONG, canonical, math
 
 pytest.importorskip("math_verify")
-GROUPS = (PLAIN, UNITS, LISTS, NEAR, FORMS, EXPRESSIONS, WORDS, PRODUCTS, BINOMIALS, BARS, WORKED_OUT, ADVERSARIAL)
+GROUPS = (
+    *(PLAIN, UNITS, LISTS, NEAR, FORMS, EXPRESSIONS, WORDS, PRODUCTS, BINOMIALS, BARS, WORKED_OUT, ADVERSARIAL),
+    *(REPORTED, COMPLEX, MATRICES, ERRORS),
+)
 TABLE = [
     (truth, answer, right)
     for group in GROUPS

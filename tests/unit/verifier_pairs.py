@@ -241,6 +241,78 @@ WORKED_OUT = [
     (r"\frac{a}{b}", [r"\frac ab"], [r"\frac ba", "ab"]),
 ]  # fmt: skip
 
+# from public reports of verifiers
+REPORTED = [
+    # huggingface/Math-Verify, issues 14, 41, 56, 60, 64, 69, 82
+    ("n=2, 3, 4", ["n=4,3,2", "2,3,4"], ["n=1, 2, 3"]),
+    ("D = (0, 1)", ["(0,1)"], ["D = (0, 1.5)"]),
+    (r"19, 46, \text{ and } 82", ["19, 46, and 82"], ["21, 36, and 82"]),
+    (r"1 - \frac{1}{\mathrm{e}}", [r"1-\frac{1}{e}", "1-e^{-1}"], [r"1 + \frac{1}{\mathrm{e}}"]),
+    ("12:00", ["12:00"], ["1:00"]),
+    (r"1, 2, \ldots, n", [r"1,2,\dots,n", "1, 2, ..., n", "1, 2, …, n"],
+        [r"1, 3, 5, \ldots, 2n-1", r"n, \ldots, 2, 1", r"1, 2, \ldots, m", "1,2,n"]),
+    (r"1:2:3:\ldots", [], [r"1:4:9:\ldots"]),
+    (r"\left( 3, \frac{\pi}{2} \right)", [r"(3, \pi/2)", r"(3.0,0.5\pi)"], [r"(3, \frac{2\pi}{3})"]),
+    ("3x-y+13=0", ["y=3x+13", "3*x-1*y+13=0"], ["3x+4y+14=0"]),
+    ("f(x) = 0", ["f(x)=0"], [r"\forall x>0, f(x) = 0"]),
+    ("14 - i", ["14.0 + -1.0i"], ["14 + i", "14"]),
+    # modelscope/ms-swift, issue 4541
+    (r"a=1 \text{ or } a=-2", ["a=-2, a=1", "1, -2", "-2, 1"], ["a=1", "a=1, b=-2", "-2"]),
+    # hiyouga/MathRuler, issue 2; openai/prm800k, pull request 19
+    (r"0.5 + \frac{\pi}{8}", [r"\pi \div 8 + 1 \div 2"], [r"\pi \div 8 + 1"]),
+    (r"\frac{0.5a}{b}/0.5", [r"2\frac{a}{2b}"], [r"\frac{a}{2b}"]),
+    # scitix/sieval, pull request 68; UKGovernmentBEIS/inspect_ai, pull requests 5261 and 5266
+    ("7*sin(pi*x/5)+1", [r"7\sin(\frac{\pi}{5}x)+1"], [r"7\sin(\frac{\pi}{5})x+1"]),
+    ("3*cos(sqrt(980/7)*t)", [r"3\cos(2\sqrt{35}t)"], [r"3\cos(2\sqrt{35})t"]),
+    ("x/2", [r"\frac{x}{2}"], ["2/x"]),
+    ("|x|", [r"\sqrt{x^2}"], ["x"]),
+    ("x", [], [r"\sqrt{x^2}"]),
+    # values without the names that the truth gives them
+    ("a=1,b=2", ["1,2", "b=2, a=1"], ["2,1", "a=2, b=1", "b=1, a=2"]),
+]  # fmt: skip
+
+# i is the imaginary unit where the truth is no polynomial of a higher degree in it, which may mean an index
+COMPLEX = [
+    ("-1", [r"e^{i\pi}", r"e^{\pi i}", r"e^{-i\pi}", "i^2", r"\cos\pi"],
+        [r"e^{2i\pi}", r"e^{\pi}", "-i", "i", r"e^{i\pi}+10^{-30}", "i^2+10^{-30}i"]),
+    ("1", ["i^4", r"e^{2\pi i}"], ["i^2", "i", "|i|i", "i!"]),
+    ("0", ["1+i^2", r"e^{i\pi}+1"], ["1+i", "i"]),
+    ("2", ["(1+i)(1-i)"], [r"\sqrt{-4}", "(1+i)^2"]),
+    ("2i", [r"\sqrt{-4}", "(1+i)^2"], ["-2i", "2"]),
+    ("2i+1", ["1+2i"], ["i+1", "2+i", "1-2i"]),
+    ("3+4i", ["(2+i)^2"], ["(2-i)^2", "3-4i", "5"]),
+    ("1+i", [r"\sqrt{2}e^{i\pi/4}", r"\sqrt{2}(\cos\frac{\pi}{4}+i\sin\frac{\pi}{4})"], [r"\sqrt{2}e^{-i\pi/4}"]),
+    (r"e^{i\pi/3}", [r"\frac{1}{2}+\frac{\sqrt{3}}{2}i"], [r"\frac{1}{2}-\frac{\sqrt{3}}{2}i", r"\frac{\sqrt{3}}{2}"]),
+    ("-8", [r"(1+i\sqrt3)^3"], [r"(1+i\sqrt3)^2", "8"]),
+    ("i^2+i", ["i(i+1)", "i+i^2"], ["i-1", "-1+i"]),
+    (r"\frac{i(i+1)}{2}", [r"\frac{i^2+i}{2}"], [r"\frac{i-1}{2}"]),
+]  # fmt: skip
+
+MATRICES = [
+    (r"\begin{pmatrix}1\\2\end{pmatrix}",
+        [r"(\begin{pmatrix}1\\2\end{pmatrix})", r"\left(\begin{array}{c}1\\2\end{array}\right)",
+         r"\left[\begin{matrix}1\\2\end{matrix}\right]", r"x=\begin{pmatrix}1\\2\end{pmatrix}"],
+        [r"(\begin{pmatrix}2\\1\end{pmatrix})", r"(\begin{vmatrix}1\\2\end{vmatrix})",
+         r"5(\begin{pmatrix}1\\2\end{pmatrix})", r"(\begin{pmatrix}1\\2\end{pmatrix}]",
+         r"\left|\begin{array}{c}1\\2\end{array}\right|", r"\begin{pmatrix}1\\2\end{pmatrix}^T",
+         r"(\begin{pmatrix}1\\2\end{pmatrix}, \begin{pmatrix}1\\2\end{pmatrix})"]),
+    (r"(\begin{pmatrix}1&2\\3&4\end{pmatrix})", [r"\begin{array}{cc}1&2\\3&4\end{array}"],
+        [r"\begin{pmatrix}1&2\\4&3\end{pmatrix}", r"\begin{pmatrix}1&2&3&4\end{pmatrix}"]),
+    (r"\begin{pmatrix}1\\2\end{pmatrix},\begin{pmatrix}3\\4\end{pmatrix}",
+        [r"\begin{pmatrix}3\\4\end{pmatrix},\begin{pmatrix}1\\2\end{pmatrix}"],
+        [r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix},\begin{pmatrix}4\\3\end{pmatrix}"]),
+    (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", [], [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"]),
+]  # fmt: skip
+
+# what is left of zero is an error that further digits make smaller; a value they confirm
+ERRORS = [
+    (r"\cot x", [r"\frac{1}{\tan x}"], [r"\tan x", r"\frac{1}{\tan x}+2^{-99}"]),
+    (r"\sec x", [r"\frac{1}{\cos x}"], [r"\frac{1}{\sin x}"]),
+    ("1", [], [r"\tanh(100)", r"\cos(10^{-30})"]),
+    (r"e^{100}", [], [r"e^{100}+e^{-100}"]),
+    (r"10^{50}\pi", [], [r"10^{50}\pi+10^{-20}"]),
+]  # fmt: skip
+
 # each would be paid for less than the answer, or stop whoever computes it
 ADVERSARIAL = [
     ("5", [], ["5 = 6", "6 = 5", "4+1=5=6", r"5 \ne 6", "5?", "5'", "5!", "5_7", "(5", "5)", "|5|x", "5;6", "5 6",
