@@ -13,8 +13,8 @@ from pathlib import Path
 from sitecustomize import SLICE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 4
-MEASURED = 2  # of them, from 0: after the first, which builds, and the second, after which the plan is compared
+STEPS = 5
+MEASURED = 3  # of them, from 0: after the plan was compared with step 2 (plan_view.py), before the last
 # a function that a process of this kind alone runs
 KINDS = {
     "driver": "train_step",

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import vllm.envs
 
 from mrl.data.samples import Samples
 from mrl.engine import engine_scheduler
@@ -161,6 +162,7 @@ def settings_of(job: dict, model: str) -> EngineSettings:
 
 async def with_engine(job: dict, model: str, use: Callable) -> object:
     """What `use` gives for a fresh engine."""
+    vllm.envs.disable_envs_cache()  # switched on by the first engine here; each has a folder for sockets of its own
     engine = VllmEngine(settings_of(job, model))
     try:
         await engine.start()

@@ -31,6 +31,8 @@ def test_there_are_30_rows_at_most_each_asked_once_and_a_release_takes_two_hours
 def test_what_a_rows_command_names_is_there(row):
     named = PATH.findall(row.command)
     assert named and all((ROOT / path).exists() for path in named)
+    of_tests = [Path(path).name for path in named if path.endswith(".py")]
+    assert len({*of_tests}) == len(of_tests), "pytest collects no two files of one name together"
     if "-k" in (words := row.command.split()):
         text = "".join((ROOT / path).read_text() for path in named)
         assert re.search(rf"^def test_\w*{words[words.index('-k') + 1]}", text, re.MULTILINE)
