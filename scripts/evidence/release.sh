@@ -7,5 +7,7 @@ cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 [ -d tiny-world ] || python scripts/make_tiny_world.py --out tiny-world --seed 0
-python scripts/evidence/release.py "$@"
+code=0
+python scripts/evidence/release.py "$@" || code=$?
 python scripts/generate_docs.py
+exit $code
