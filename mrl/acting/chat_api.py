@@ -24,6 +24,7 @@ from mrl.data.images import base64_in_url, from_base64
 from mrl.data.samples import KnownImage
 
 ROLES = ("system", "user", "assistant", "tool")
+SAID = "said"  # role of a message that stands for an answer: `call_id` is its number
 # options of clients whose value asks for nothing; of any other, null, false and what is empty do
 SAMPLING = {
     "top_k": -1, "n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
@@ -194,6 +195,8 @@ def parse_openai(body: Any) -> ChatRequest:
     messages = [_openai_message(message) for message in list_of(body, "messages")]
     tools = [_openai_tool(tool) for tool in list_of(body, "tools")]
     limit = limit_of(body, "max_completion_tokens") or limit_of(body, "max_tokens")
+    if messages and messages[-1].role == "assistant" and body.get("continue_final_message"):
+        raise BadRequest("`continue_final_message` is true, and an answer is a message of its own: leave it out")
     options = body.get("stream_options") or {}
     check_mapping(options, "`stream_options`")
     return checked(body, _READ_OPENAI, messages, tools, limit, wants_usage=bool(options.get("include_usage")))
@@ -273,6 +276,8 @@ def parse_anthropic(body: Any) -> ChatRequest:
             tools.append(tool_of({"name": tool.get("name"), "description": known[0]}, known[1]))
         else:
             left_out.append(str(kind))
+    if messages and messages[-1].role == "assistant":  # the vendor's older models go on inside of it
+        raise BadRequest("the last message has the role assistant; it has to be user, tool or system")
     asked = checked(body, _READ_ANTHROPIC, messages, tools, limit_of(body, "max_tokens"), left_out)
     return replace(asked, previous=previous, is_thread=bool(previous))
 
@@ -318,8 +323,6 @@ def checked(
     """Makes a request of the parts of a body. `left_out`: types of tools that the model is not told of."""
     if not messages:
         raise BadRequest("there is no message")
-    if messages[-1].role == "assistant":
-        raise BadRequest("the last message has the role assistant; it has to be user, tool or system")
     sampling = {name: value for name, value in body.items() if name not in read | _LABELS and _asks(name, value)}
     for name, why in _NOT_BY_HALF.items():
         if name in sampling:

@@ -10,6 +10,7 @@ function with the parameter `input`. JSON in, JSON out, as in mrl.acting.chat_ap
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 from mrl.acting.chat_api import (
     CHAT_APIS,
     RESPONSE_ID,
+    SAID,
     Api,
     BadRequest,
     ChatAnswer,
@@ -51,6 +53,8 @@ _REFUSED = {
 }
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
+_REFERENCE = "item_reference"
+_ITEM_ID = re.compile(r"(?:msg_|rs_|fc_call_)(\d{1,9})(?:_\d+)?", re.ASCII)  # of the items of an answer
 _JOINT = "__"  # between the namespace and the name of a tool, as the model is told it
 
 
@@ -88,6 +92,12 @@ def _messages_of(items: Sequence[Any]) -> list[ChatMessage]:
         kind = item.get("type") or "message"
         if kind == "reasoning":
             continue
+        if kind == _REFERENCE or set(item) == {"id"}:
+            answer = _answer_of(item.get("id"))
+            if not goes_on or messages[-1].call_id != answer:  # all items of an answer stand for it together
+                messages.append(ChatMessage(SAID, "", call_id=answer))
+            goes_on = True
+            continue
         if kind in _RESULTS:
             messages.append(message_with("tool", item.get("output"), call_id=string_of(item.get("call_id"))))
         elif kind in _CALLS:
@@ -98,8 +108,16 @@ def _messages_of(items: Sequence[Any]) -> list[ChatMessage]:
             messages += _message_of(item, messages.pop() if goes_on else None)
         else:
             raise BadRequest(f"an item of the input has the type {str(kind)[:40]!r}, which is not supported")
-        goes_on = messages[-1].role == "assistant"
+        goes_on = messages[-1].role in ("assistant", SAID)
     return messages
+
+
+def _answer_of(item: Any) -> str:
+    """Returns the number of the answer that an item belongs to. Raises BadRequest for an unknown id."""
+    found = _ITEM_ID.fullmatch(string_of(item))
+    if found is None:
+        raise BadRequest(f"an item of the input is named {str(item)[:60]!r}, which is no item of an answer")
+    return found[1]
 
 
 def _message_of(item: Mapping[str, Any], before: ChatMessage | None) -> list[ChatMessage]:

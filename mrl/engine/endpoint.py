@@ -107,11 +107,11 @@ class Endpoint:
                 return
             app = web.Application(middlewares=[self._guarded], client_max_size=self._body_bytes)
             for path, api in APIS.items():
-                app.router.add_post(path, _handler(api))
+                app.router.add_post(_route(path), _handler(api))
             app.router.add_post(REWARD_PATH, _rewarded)
-            app.router.add_post(COUNT_PATH, _counted)
-            app.router.add_get("/v1/models", _models)
-            app.router.add_get("/v1/models/{name:.+}", _model)
+            app.router.add_post(_route(COUNT_PATH), _counted)
+            app.router.add_get(_route("/v1/models"), _models)
+            app.router.add_get(_route("/v1/models/{name:.+}"), _model)
             # handlers of clients that hang up are cancelled
             runner = web.AppRunner(
                 app, access_log=None, handle_signals=False, handler_cancellation=True, logger=_LOGGER
@@ -177,7 +177,8 @@ def _key_of(request: web.Request) -> str:
 
 def _refused(request: web.Request, status: int, why: str) -> web.Response:
     path = request.path.removesuffix("/count_tokens")
-    api = APIS.get(path, next(iter(APIS.values())))
+    apis = (api for each, api in APIS.items() if path.endswith(each.removeprefix("/v1")))
+    api = next(apis, next(iter(APIS.values())))
     return web.json_response(api.error(status, why), status=status)
 
 
@@ -190,6 +191,11 @@ async def _body(request: web.Request) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
+
+
+def _route(path: str) -> str:
+    """Returns the route of a path. Clients disagree on whether the address that they are given ends with /v1."""
+    return "/{versions:(v1/)*}" + path.removeprefix("/v1/")
 
 
 def _handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

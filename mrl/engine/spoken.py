@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mrl.acting.agent import AGENT
-from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, in_order_of_calls, number_of
+from mrl.acting.chat_api import SAID, BadRequest, ChatMessage, ChatRequest, in_order_of_calls, number_of
 from mrl.acting.chat_turns import ChatPosition, KeptTurns
 from mrl.data.samples import Samples, TurnCall, row_images, with_turns
 from mrl.schedule.branches import Branch, as_one_row
@@ -68,6 +68,8 @@ class SpokenTurns:
         """Returns the request with all its messages, ready to be placed. Raises BadRequest where it goes on from what
         is not there. It may run in another thread than the rest.
         """
+        if any(message.role == SAID for message in asked.messages):
+            asked = replace(asked, messages=in_order_of_calls([self._said(message) for message in asked.messages]))
         if asked.previous:
             asked = self._with_history(asked)
         elif asked.ids is not None:
@@ -79,6 +81,18 @@ class SpokenTurns:
     def locate(self, asked: ChatRequest) -> ChatPosition:
         """Returns where a whole request belongs. Raises BadRequest where it has nothing new to answer."""
         return self._kept.locate(asked)
+
+    def _said(self, message: ChatMessage) -> ChatMessage:
+        """Returns the answer that a message stands for, with what else the message has of it. Raises BadRequest where
+        there is none.
+        """
+        if message.role != SAID:
+            return message
+        number = int(message.call_id)
+        if number not in self._turns:
+            raise BadRequest(f"an item of the input is of answer {number}, which is none of this session")
+        said = self._kept.history(number)[-1]
+        return replace(said, content=message.content or said.content, calls=message.calls or said.calls)
 
     def _with_history(self, asked: ChatRequest) -> ChatRequest:
         """Puts the conversation up to an earlier response in front of the messages, behind their instructions."""

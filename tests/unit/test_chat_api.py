@@ -261,7 +261,10 @@ BAD = {
     "messages that are none": {"messages": {"role": "user"}},
     "an unknown role": {"messages": [{"role": "judge", "content": "?"}]},
     "an image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-    "the model's own words begun": {"messages": [USER, {"role": "assistant", "content": "It is"}]},
+    "the model's own words begun": {
+        "messages": [USER, {"role": "assistant", "content": "It is"}],
+        "continue_final_message": True,
+    },
     "arguments of a call without a function": {
         "messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]}, USER]
     },

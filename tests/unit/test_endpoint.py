@@ -317,6 +317,68 @@ def test_a_thread_of_anthropics_form_goes_on_with_its_tools_in_one_branch(tmp_pa
     assert last_calls(made) == [("agent", "ok")] * 2
 
 
+@pytest.mark.parametrize("has_calls", [False, True])
+def test_items_of_an_answer_that_are_named_by_their_ids_stand_for_it(tmp_path, has_calls):
+    """Vercel's ai (@ai-sdk/openai 3, convertToOpenAIResponsesInput) sends ids of thoughts and texts, calls whole."""
+    saw = tmp_path / "saw"
+    path = "/v1/responses"
+    tools = [{"type": "function", **agent_functions.TOOL["function"]}]
+    asked = {"model": "m", "tools": tools, "instructions": "Be brief."}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "12*34?"}]}]
+    named = [{"type": "item_reference", "id": name} for name in ("rs_1", "msg_1")]
+    for i, name in enumerate(("calculator", "lookup")):
+        whole_call = {"type": "function_call", "name": name, "call_id": f"call_1_{i}"}
+        arguments = '{"expression":"12*34"}' if i == 0 else "{}"
+        by_id = {"type": "item_reference", "id": f"fc_call_1_{i}"}
+        named.append(whole_call | {"arguments": arguments} if has_calls else by_id)
+    told = [
+        {"type": "function_call_output", "call_id": f"call_1_{i}", "output": text}
+        for i, text in ((1, "no"), (0, "408"))
+    ]
+    later = [{"id": "msg_2"}, {"role": "user", "content": "Sure?"}]
+    steps = [
+        ["post", path, asked | {"input": items}],
+        ["post", path, asked | {"input": [*items, *named, *told]}],
+        ["post", path, asked | {"input": [*items, *named, *told, *later]}],
+        ["post", path, asked | {"input": [*items, {"type": "item_reference", "id": "msg_99"}, *told]}],
+        ["post", path, asked | {"input": [*items, {"type": "item_reference", "id": "ws_1"}, *told]}],
+    ]
+    said = f"<think>\nhm\n</think>\n\nWell. {CALL}\n{called('lookup')}"
+    (made,) = rows(Engine(said, "It is 408.", "Yes."), conversations(), [row({"steps": steps, "saw": str(saw)})])
+    *_, third, unknown, foreign = json.loads(saw.read_text())
+    assert third["output"][0]["content"][0]["text"] == "Yes."
+    assert unknown["status"] == foreign["status"] == 400 and "99" in unknown["said"]["error"]["message"]
+    assert made.branch_counts is None and made.turn_counts.tolist() == [3] and stop_of(made) == Stop.CLOSED
+    results = "\n<tool_response>\n408\n</tool_response>\n<tool_response>\nno\n</tool_response>"
+    assert f"{turn(said)}\n<|im_start|>user{results}{END}\n{turn('It is 408.')}" in text_of(made)
+
+
+def test_an_address_may_end_with_the_version_or_not_and_the_last_message_may_be_the_assistants(tmp_path):
+    """@ai-sdk/anthropic appends /messages to ANTHROPIC_BASE_URL, and anthropic /v1/messages. vLLM's server begins
+    another message behind one of the assistant's.
+    """
+    saw = tmp_path / "saw"
+    user = {"role": "user", "content": "12*34?"}
+    begun = {"messages": [user, {"role": "assistant", "content": "Observation: 408"}]}
+    asked = {"messages": [user], "max_tokens": 9}
+    steps = [
+        ["post", "/messages", asked],
+        ["post", "/v1/v1/messages", {"max_tokens": 9}],
+        ["post", "/v1/messages/count_tokens", asked],
+        ["post", "/messages/count_tokens", asked],
+        ["post", "/v1/messages", begun | {"max_tokens": 9}],
+        ["post", "/v1/chat/completions", begun | {"continue_final_message": True}],
+        ["post", "/chat/completions", begun],
+    ]
+    (made,) = rows(Engine("Four.", "It is 408."), conversations(), [row({"steps": steps, "saw": str(saw)})])
+    short, empty, one, other, prefilled, going_on, last = json.loads(saw.read_text())
+    assert short["content"] == [{"type": "text", "text": "Four."}] and one == other
+    assert empty["status"] == 400 and empty["said"]["type"] == "error"
+    assert prefilled["status"] == going_on["status"] == 400
+    assert last["choices"][0]["message"]["content"] == "It is 408."
+    assert branches_of(made)[1].endswith(f"Observation: 408{END}\n{turn('It is 408.')}")
+
+
 def test_completions_by_token_ids_go_on_from_the_tokens_that_they_begin_with(tmp_path):
     saw = tmp_path / "saw"
     more = ids("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n")
