@@ -423,7 +423,7 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
     if not spec.k2_gradient:
         return value
     carrier = ESTIMATORS["k2"](log_ratio)
-    return value.detach() + carrier - carrier.detach()
+    return carrier - carrier.detach() + value.detach()  # in this order float32 keeps the value beside a large k2
 
 
 def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalty: str) -> np.ndarray:

@@ -444,6 +444,16 @@ def test_k3_is_bounded_at_ten_and_stays_finite(log_ratio, value):
     assert kl.item() == pytest.approx(value)
 
 
+@pytest.mark.parametrize("name", ["k1", "abs", "k3"])
+@pytest.mark.parametrize("log_ratio", [-1e4, -100.0, 3.0, 100.0, 1e4])
+def test_a_value_beside_k2s_gradient_is_not_rounded_with_k2(name, log_ratio):
+    """As verl's kl_penalty, which takes k2 off itself before it adds the value."""
+    log_probs, ref = torch.tensor([[log_ratio]], requires_grad=True), torch.zeros(1, 1)
+    found = kl_per_token(log_probs, ref, f"{name}+")
+    assert found.item() == kl_per_token(log_probs, ref, name).item()
+    assert torch.autograd.grad(found.sum(), log_probs)[0].item() == log_ratio
+
+
 def test_k1_and_k3_are_unbiased_against_the_exact_kl_of_a_small_vocabulary():
     """The expectation is taken exactly, over all 50 words, so no sampling noise is allowed for;
     no ratio reaches k3's bound of 10.
