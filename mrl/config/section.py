@@ -34,12 +34,12 @@ class Section(BaseModel):
         takes = _takes(cls, info.field_name)
         if takes.texts and isinstance(value, str):
             value = (value,)
-        if takes.number and isinstance(value, bool):
-            raise ValueError("a number is wanted")
-        if takes.whole and isinstance(value, int | float) and abs(value) >= 2**63:
-            raise ValueError("a whole number of 64 bits is wanted")
-        for text in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(text, str) and ("\0" in text or text != text.encode(errors="ignore").decode()):
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if takes.number and isinstance(each, bool):
+                raise ValueError("a number is wanted")
+            if takes.whole and isinstance(each, int | float) and abs(each) >= 2**63:
+                raise ValueError("a whole number of 64 bits is wanted")
+            if isinstance(each, str) and ("\0" in each or each != each.encode(errors="ignore").decode()):
                 raise ValueError("text without zero bytes and halves of characters is wanted")
         if takes.path:
             return _at_home(value)
@@ -66,9 +66,17 @@ def _takes(section: type[Section], name: str) -> _Takes:
     """Is asked for each key of each configuration, of which a search makes thousands."""
     field = section.model_fields[name]
     annotation = field.annotation
-    whole = annotation in (int, int | None)
-    number = whole or annotation in (float, float | None)
+    kinds = list(_kinds(annotation))
+    whole = int in kinds
+    number = whole or float in kinds
     return _Takes(annotation == tuple[str, ...], number, whole, notes_of(field).is_path)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Yields an annotation and those within it: int and str of tuple[int, ...] | str."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)
 
 
 def _at_home(value: Any) -> Any:

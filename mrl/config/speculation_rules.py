@@ -41,7 +41,7 @@ def _method(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         return
     if model.family not in TRIED_WITH_HEADS:
         yield Violation(f"{_KEY}.method", _FITS, f"heads for {model.family} were never tried", _METHODS)
-    elif not os.path.dirname(speculation.method) and not speculation.head.is_dir():
+    elif not os.path.dirname(speculation.method) and not os.path.isdir(speculation.method):
         yield Violation(f"{_KEY}.method", _FITS, "it is no folder here", _METHODS)
 
 

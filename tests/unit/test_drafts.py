@@ -112,9 +112,18 @@ def test_a_head_that_is_elsewhere_is_refused_only_where_the_run_is_to_start(tmp_
     assert [each.rule for each in said] == ["is no folder"]
 
 
+@pytest.mark.parametrize("method", ["''", "draft_model"])
+def test_a_method_that_is_nothing_or_vllms_own_word_is_refused(method):
+    found, model = resolved(f"rollout.speculation={{method: {method}, tokens: 1}}")
+    (said,) = violations(found, model)
+    assert said.field == "rollout.speculation.method" and "the folder of an EAGLE-3 head" in said.rule
+
+
 def test_a_word_that_is_no_number_of_tokens_is_refused_with_what_may_stand_there():
     with pytest.raises(SchemaRefusal, match=r"tokens = many .*: must be one of auto or a whole number"):
         resolved("rollout.speculation={method: ngram, tokens: many}")
+    with pytest.raises(SchemaRefusal, match=r"tokens = true .*: must be one of auto or a whole number"):
+        resolved("rollout.speculation={method: ngram, tokens: true}")
 
 
 GLM = replace(known_spec("GLM-4.5-Air"), max_position_embeddings=256)
