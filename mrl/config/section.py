@@ -21,7 +21,7 @@ class Section(BaseModel):
     A section that misses a refused key raises UnknownValue where that key is read (mrl/config/load.py).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
