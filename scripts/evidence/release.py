@@ -41,8 +41,9 @@ def main() -> int:
             continue
         began = time.monotonic()
         held[row.key] = made(row)
-        left -= (time.monotonic() - began) / 60
-        print(f"{row.key}: {held[row.key]['figure']}", flush=True)
+        minutes = (time.monotonic() - began) / 60
+        left -= minutes
+        print(f"{row.key}: {held[row.key]['figure']} ({minutes:.1f} minutes)", flush=True)
         if not held[row.key]["met"] and (before is None or before["met"]):
             worse.append(row.key)
         ordered = {key: held[key] for key in ("release", *(one.key for one in ROWS)) if key in held}
