@@ -382,6 +382,8 @@ def _unread(path: str) -> str | None:
         )
     if re.match(r"\s*\[\s*['\"]", path):
         return "it is a list in quotes: leave out those around the whole"
+    if re.match(r"[A-Za-z][\w+.-]*://", path):
+        return "it is a URL, and only models are fetched, from the hub (hf://ORG/NAME): copy it and give its path"
     return None
 
 

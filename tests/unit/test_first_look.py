@@ -83,6 +83,8 @@ def test_a_file_is_missed_where_its_folder_is_here_and_said_where_it_is_not(fold
         ("${DATA}/train.parquet", "variables of a shell"),
         ("$(pwd)/none/train.parquet", "variables of a shell"),
         ("\"['/a/b.parquet', '/a/c.parquet']\"", "a list in quotes"),
+        ("hdfs://a/b.parquet", "it is a URL"),
+        ("s3://a/b.parquet", "copy it and give its path"),
     ],
 )
 def test_what_is_a_path_on_no_host_is_a_fault_as_hydra_would_read_it(folder, written, why):
