@@ -383,7 +383,9 @@ def _unread(path: str) -> str | None:
     if re.match(r"\s*\[\s*['\"]", path):
         return "it is a list in quotes: leave out those around the whole"
     if re.match(r"[A-Za-z][\w+.-]*://", path):
-        return "it is a URL, and only models are fetched, from the hub (hf://ORG/NAME): copy it and give its path"
+        return (
+            "it is a URL, and none but a model's (hf://ORG/NAME) is read: give the path of a copy or mounted folder"
+        )
     return None
 
 
@@ -521,7 +523,7 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     folder = run_dir(config.trainer).absolute()
     why = "the run writes its checkpoints and metrics there"
     existing = next(p for p in (folder, *folder.parents) if os.path.exists(p))
-    if unread := _unread(str(run_dir(config.trainer))):
+    if unread := _unread(config.trainer.run_dir or str(run_dir(config.trainer))):
         yield Violation("trainer.run_dir", "is no folder", unread)
     elif not existing.is_dir():
         yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)

@@ -84,7 +84,7 @@ def test_a_file_is_missed_where_its_folder_is_here_and_said_where_it_is_not(fold
         ("$(pwd)/none/train.parquet", "variables of a shell"),
         ("\"['/a/b.parquet', '/a/c.parquet']\"", "a list in quotes"),
         ("hdfs://a/b.parquet", "it is a URL"),
-        ("s3://a/b.parquet", "copy it and give its path"),
+        ("s3://a/b.parquet", "the path of a copy or mounted folder"),
     ],
 )
 def test_what_is_a_path_on_no_host_is_a_fault_as_hydra_would_read_it(folder, written, why):
@@ -100,6 +100,8 @@ def test_a_dollar_inside_of_a_name_is_no_variable_and_one_of_the_runs_folder_is(
     assert seen_violations(resolved, model) == [] and "a$b" in " ".join(unseen_files(resolved.config))
     (found,) = seen_violations(config_with("trainer.run_dir=$HOME/runs/x"), model)
     assert found.field == "trainer.run_dir" and "variables of a shell" in found.why
+    (found,) = seen_violations(config_with("trainer.run_dir=s3://bucket/runs/x"), model)
+    assert found.field == "trainer.run_dir" and "it is a URL" in found.why
 
 
 def test_a_misspelt_folder_is_a_fault_where_the_file_is_in_its_neighbour(folder, monkeypatch):
