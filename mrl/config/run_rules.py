@@ -383,9 +383,7 @@ def _unread(path: str) -> str | None:
     if re.match(r"\s*\[\s*['\"]", path):
         return "it is a list in quotes: leave out those around the whole"
     if re.match(r"[A-Za-z][\w+.-]*://", path):
-        return (
-            "it is a URL, and none but a model's (hf://ORG/NAME) is read: give the path of a copy or mounted folder"
-        )
+        return "it is a URL, and none but a model's (hf://ORG/NAME) is read: give the path of a copy or mounted folder"
     return None
 
 
