@@ -512,6 +512,12 @@ LOSS_RULES = (
         (0.0,),
     ),
     RuleRow(
+        "reward.bonus_rules",
+        lambda c, m: c.algorithm.adv_estimator == "maxrl" and min(c.reward.bonus_rules.values(), default=0) < 0,
+        "must have no weight below 0 with algorithm.adv_estimator: maxrl",
+        "it divides by the mean score of a group, which must not be negative",
+    ),
+    RuleRow(
         "actor.ppo_epochs",
         lambda c, m: c.algorithm.on_policy and c.actor.ppo_epochs > 1,
         "must be 1 with " + _ON_POLICY,

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from mrl.algo.spec import AGGREGATIONS, ALIASES
-from mrl.config.section import Section, key, known_name, section_from
+from mrl.config.section import Section, key, known_name, must_be, section_from
 from mrl.model.adapters import ALL_LINEAR, TARGETS, Lora
 from mrl.model.layout_degrees import LayoutDegrees
 
@@ -123,6 +123,10 @@ class OtherLayoutConfig(LayoutConfig):
         return self.model_copy(update={name: getattr(actor, name) for name in left_out})
 
 
+def _are_decays(betas: tuple[float, float]) -> bool:
+    return all(0 <= beta < 1 for beta in betas)
+
+
 class OptimConfig(Section):
     """Adam under Megatron's distributed optimizer."""
 
@@ -191,6 +195,7 @@ class OptimConfig(Section):
     betas: tuple[float, float] = key(
         (0.9, 0.95),
         "Decay rates of Adam's first and second moment.",
+        rule=must_be(_are_decays, "must both be at least 0 and below 1", "Adam divides by 1 - beta^step", [0.9, 0.95]),
         verl="actor_rollout_ref.actor.optim.betas",
     )
     eps: float = key(1e-8, "Adam's epsilon.", gt=0, verl="actor_rollout_ref.actor.optim.eps")

@@ -224,6 +224,8 @@ class RewardConfig(Section):
         None,
         "Score of a sample whose reward function raised, hung, returned NaN or died. null: the lowest score "
         "of its data source in the batch, at most 0.",
+        ge=-1e30,
+        le=1e30,
     )
     max_failure_share: float = key(
         0.2,

@@ -762,6 +762,19 @@ def test_a_row_names_a_key_and_its_texts_can_be_said(row):
         assert list(replace(row, broken=lambda config, model: False)(config, model)) == []
 
 
+def test_maxrl_takes_no_bonus_that_is_a_penalty():
+    weighed = "reward.bonus_rules={{think_format: {}}}"
+    assert only("algorithm.adv_estimator=maxrl", weighed.format(-0.1)).field == "reward.bonus_rules"
+    assert broken("algorithm.adv_estimator=maxrl", weighed.format(0.1)) == []
+
+
+@pytest.mark.parametrize("betas", ["[0.9, 1.0]", "[1, 0.9]", "[-0.1, 0.9]", "[0.9, 2]"])
+def test_decays_of_adam_are_those_that_torch_takes(betas):
+    """torch.optim.Adam raises for others, once the ranks have started; a fused one would divide by zero."""
+    assert only(f"actor.optim.betas={betas}").field == "actor.optim.betas"
+    assert broken("actor.optim.betas=[0, 0.999]") == []
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
