@@ -17,6 +17,7 @@ from mrl.config.rule_row import Rule, RuleRow, on_only_where
 from mrl.config.schema import RunConfig, TrainerConfig
 from mrl.config.speculation_rules import SPECULATION_PATH_RULES
 from mrl.config.vision_rules import VISION_PATH_RULES
+from mrl.data.template_date import ASKED
 from mrl.errors import MrlError, Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.model.hf_files import other_architecture
@@ -28,7 +29,6 @@ from mrl.record.redact import HIDDEN
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
 from mrl.reward.resolve import AUTO
-from mrl.template_date import ASKED
 from mrl.units import MIB
 
 _REWARDS = (AUTO, *RULES)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mrl.config.section import Section, key, must_be
-from mrl.template_date import ASKED, TemplateDate, is_date
+from mrl.data.template_date import ASKED, TemplateDate, is_date
 
 
 def _are_shares(weights: Sequence[float]) -> bool:
