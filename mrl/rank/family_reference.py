@@ -32,7 +32,7 @@ from mrl.model.wrapped import VISION_TOWER
 LENGTHS = ((3, 9), (1, 1), (12, 4), (7, 17), (2, 24), (21, 3), (6, 11))
 ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 2.0, -0.25, 1.5)
 TEMPERATURES = (1.0, 0.7)
-_CONSTANT = "e_score_correction_bias"
+_CONSTANTS = ("e_score_correction_bias", "expert_bias")  # in modules and in checkpoints
 _DECAY = "A_log"
 # row -> first token and grid of each of its images, as in RowImage; those behind a prompt came with an answer of a tool
 IMAGES = {
@@ -114,7 +114,7 @@ def make(config: dict[str, Any], folder: Path) -> PreTrainedModel:
             if name.endswith(_DECAY):  # states that are forgotten fast have gradients near 0
                 parameter.sub_(3.0)
         for name, buffer in model.named_buffers():
-            if name.endswith(_CONSTANT):
+            if name.endswith(_CONSTANTS):
                 buffer.copy_(4 + 0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     if not reads_images:
@@ -212,7 +212,7 @@ def compute(config: dict[str, Any], folder: Path) -> None:
             parameter.copy_(gradients[name])
     renamed = out / "renamed"
     model.save_pretrained(renamed)
-    trained = {name: tensor for name, tensor in own_names(renamed).items() if not name.endswith(_CONSTANT)}
+    trained = {name: tensor for name, tensor in own_names(renamed).items() if not name.endswith(_CONSTANTS)}
     save_file(trained, out / "gradients.safetensors")
 
 

@@ -33,5 +33,10 @@ class PlanView(View):
         inputs = PlanInputs.of(self._config, model, device, assumed)
         found = compare(inputs, planned, read_metrics(self._folder.metrics))
         if found:
-            append_lines(self._folder.compared, json_line(to_json(step, found)))
             self._tell("\n".join(lines(step, found)))
+            try:
+                append_lines(self._folder.compared, json_line(to_json(step, found)))
+            except OSError as error:
+                self._tell(
+                    f"note: the plan's comparison after step {step} is not kept: {error.strerror}. Training goes on"
+                )

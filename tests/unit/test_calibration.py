@@ -1,5 +1,6 @@
 """A plan that learns from runs: what they determine is found, what they do not is left, and search follows it."""
 
+import errno
 import json
 from dataclasses import replace
 from functools import cache
@@ -444,6 +445,19 @@ def test_runs_that_say_nothing_are_refused_with_one_message_each(tmp_path, monke
         with pytest.raises(ConfigError, match=words):
             options = make_parser().parse_args(["plan", preset, *arguments])
             options.run(options)
+
+
+def test_a_full_disk_costs_a_comparison_its_line_and_not_the_view(tmp_path, monkeypatch):
+    run, config = a_run(tmp_path)
+    said = []
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mrl.tools.plan_view.append_lines", full)
+    PlanView(run.path, config, said.append).write(2, {})
+    note = "note: the comparison with the plan after step 2 is not kept: No space left on device"
+    assert said[0].startswith("plan after step 2: ") and said[1:] == [note]
 
 
 def test_a_run_compares_itself_after_some_steps_and_the_report_shows_it(tmp_path):

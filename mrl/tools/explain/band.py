@@ -48,13 +48,14 @@ class Watched:
     least: float
     words: str
     begins: float | None = None  # above which it is a break after zeros
+    floor: float = 1e-12  # below which changes are rounding; for logarithms
     ends: bool = False  # whether it is a break that it is 0 from a step on
 
 
 WATCHED = (
     # float32 rounds a KL near 0 to 1e-7, and probabilities to less
     Watched("rollout_corr/k3_kl", True, 0.7, _DIFFERENT, begins=1e-6),
-    Watched("training/rollout_probs_diff_mean", True, 0.7, _DIFFERENT, begins=1e-4),
+    Watched("training/rollout_probs_diff_mean", True, 0.7, _DIFFERENT, begins=1e-4, floor=1e-7),
     Watched("actor/grad_norm", True, 0.5, "the gradient's norm", ends=True),
     Watched("actor/entropy", True, 0.1, "entropy", ends=True),
     Watched("actor/pg_clipfrac", False, 0.1, "the share of what the band clips"),
@@ -63,7 +64,6 @@ WATCHED = (
     Watched("response_length/mean", True, 0.05, "the length of responses", ends=True),
     Watched("response_length/clip_ratio", False, 0.05, "the share of responses that are cut off"),
 )
-_TINY = 1e-12
 _LARGEST = float(np.finfo(np.float64).max)
 BOUNDS = {MISMATCH: MISMATCH_LIMIT}  # those of warnings in the console
 
@@ -177,7 +177,7 @@ def _values(watched: Watched, rows: Sequence[Mapping[str, Any]]) -> tuple[np.nda
     steps = np.array([step for step, _ in pairs], np.float64)
     values = np.array([np.inf if value is None else value for _, value in pairs], np.float64)
     if watched.logs:
-        values = np.log(np.maximum(values, _TINY))
+        values = np.log(np.maximum(values, watched.floor))
     return steps, values
 
 
