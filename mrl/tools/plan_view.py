@@ -37,6 +37,4 @@ class PlanView(View):
             try:
                 append_lines(self._folder.compared, json_line(to_json(step, found)))
             except OSError as error:
-                self._tell(
-                    f"note: the plan's comparison after step {step} is not kept: {error.strerror}. Training goes on"
-                )
+                self._tell(f"note: the comparison with the plan after step {step} is not kept: {error.strerror}")

@@ -133,10 +133,8 @@ def test_rounding_of_float32_is_no_break_however_it_jumps_and_a_mismatch_is_one(
     name = "training/rollout_probs_diff_mean"
     for last, is_break in (1.3e-8, False), (9e-8, False), (1e-5, True):
         values = [4e-9, 9e-9, 5e-9, 7e-9] * 5 + [last] * 2
-        rows = [
-            row | {"training/rollout_probs_diff_mean": value} for row, value in zip(healthy(1), values, strict=False)
-        ]
-        assert ("training/rollout_probs_diff_mean" in {each.name for each in breaks(rows)}) == is_break
+        rows = [row | {name: value} for row, value in zip(healthy(1), values, strict=False)]
+        assert (name in {each.name for each in breaks(rows)}) == is_break
 
 
 def test_published_logs_without_a_break_have_none_and_those_without_a_number_have_one():
