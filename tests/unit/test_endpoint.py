@@ -1085,7 +1085,7 @@ def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path):
 
 
 def test_what_is_asked_beside_another_request_and_given_up_is_in_no_row(tmp_path):
-    engine = Slow(0.7, "Four.", "Five.")
+    engine = Slow(3.0, "Four.", "Five.")  # long enough for a busy machine to notice who is gone
     program = "one = ask()\nuntil_sampled()\nask('?').close()\nassert one.getresponse().status == 200\n"
     made = hung_up(tmp_path, engine, program)
     assert text_of(made) == START + turn("Four.") and stop_of(made) == Stop.CLOSED

@@ -56,8 +56,9 @@ def line(seconds: float, what: str) -> str:
     return f"{round(seconds / 0.02)} {what}\n"
 
 
-def test_what_ran_within_the_middle_step_is_counted(measure, tmp_path):
+def test_what_ran_within_the_measured_step_is_counted(measure, tmp_path, monkeypatch):
     """Neither what ran before it alone, nor modules' own lines; a verb is what `do` was told."""
+    monkeypatch.setattr(measure, "MEASURED", 1)
     driver = "".join(f"{at} {event}\n" for at, event in ((1, "call"), (2, "return"), (3, "call"), (5, "return")))
     driver += (
         line(4, "errors.py 10 19 train_step") + line(1.5, "errors.py 20 29 first") + line(4, "errors.py 1 1 <module>")
