@@ -75,7 +75,7 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
     if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
         yield f"algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} is not read: algorithm.use_kl_loss is false"
-    if algorithm.use_kl_loss and algorithm.kl_loss_type in _WITHOUT_GRADIENT:
+    if algorithm.use_kl_loss and algorithm.kl_loss_coef and algorithm.kl_loss_type in _WITHOUT_GRADIENT:
         yield (
             f"algorithm.kl_loss_type: {algorithm.kl_loss_type} has a gradient whose mean is 0 on the policy's own "
             f"tokens, so the KL holds nothing back; {algorithm.kl_loss_type}+ has its value and the KL's gradient"
@@ -410,7 +410,9 @@ LOSS_RULES = (
     *map(_of_parts, ("gdpo_reward_keys", "gdpo_reward_weights")),
     RuleRow(
         "algorithm.gdpo_reward_weights",
-        lambda c, m: bool(c.algorithm.gdpo_reward_weights) and not any(c.algorithm.gdpo_reward_weights),
+        lambda c, m: (
+            _needs_parts(c) and bool(c.algorithm.gdpo_reward_weights) and not any(c.algorithm.gdpo_reward_weights)
+        ),
         "must not all be 0",
         "every advantage would be 0, and nothing would be learned",
     ),

@@ -4,13 +4,14 @@ No torch, no Ray.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mrl.checkpoint.manifest import HF_FOLDER, Manifest, changed_files, facts_of, read_manifest
+from mrl.checkpoint.manifest import HF_FOLDER, MANIFEST, Manifest, changed_files, facts_of, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import Newest, finish_replacements, newest_checkpoint, set_aside
 from mrl.checkpoint.vision_tower import check_same_tower
@@ -22,7 +23,7 @@ from mrl.config.schema import ModelConfig, RunConfig, TrainerConfig, leaf, with_
 from mrl.config.schema_actor import LoraConfig
 from mrl.config.schema_algorithm import KlControlConfig
 from mrl.data.order import DataCursor
-from mrl.errors import ConfigError, DataError, EnvironmentFault, NothingToDo
+from mrl.errors import ConfigError, DataError, EnvironmentFault, MrlError, NothingToDo
 from mrl.generate.sampled_by import new_name
 from mrl.generate.train_state import TrainState
 from mrl.model import load_model_spec, model_spec
@@ -30,14 +31,12 @@ from mrl.model.adapters import adapted_modules
 from mrl.model.peft_files import WEIGHTS, adapter_digest, base_digest, tower_digest
 from mrl.model.trained_tower import PROJECTOR, TRAINED
 from mrl.model.vocabularies import TOKENIZER, differing_tokens, vocabulary
+from mrl.plain_files import read_json
 from mrl.record.attempts import AttemptNotes, generated_after
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
 from mrl.schedule.ledger import Ledger, check_goes_on
 from mrl.schedule.staleness import Schedule
-
-if TYPE_CHECKING:
-    pass
 
 # the order of prompts and the samples of a step depend on these, so a resumed run keeps them
 FIXED = (
@@ -149,21 +148,27 @@ def begun_in(trainer: TrainerConfig, resume: bool) -> str | Path | None:
 
 
 def with_template_date(resolved: ResolvedConfig, begun: str | Path | None) -> ResolvedConfig:
-    """Returns the configuration with the day that a chat template writes, where it asks for one and none is given.
+    """Returns the configuration with the day that a chat template writes, where none is given.
 
-    It is the day of `begun`, a run directory or one of its checkpoints; today for a new run.
+    It is the day of `begun`, a run directory or a checkpoint, wherever it lies and whatever template is at hand. For a
+    new run it is today, if the template asks for one.
     """
-    if resolved.config.data.template_date is not None or not writes_date(resolved.config):
+    if resolved.config.data.template_date is not None:
         return resolved
-    day = (begun and _recorded_date(Path(begun).resolve())) or date.today().isoformat()
+    day = begun and _recorded_date(Path(begun).absolute())
+    if not day:
+        if not writes_date(resolved.config):
+            return resolved
+        day = date.today().isoformat()
     return replace(resolved, config=with_values(resolved.config, {"data.template_date": day}))
 
 
 def _recorded_date(begun: Path) -> str | None:
-    """Returns None for a folder that no run has recorded, or a run without a date."""
-    for folder in (begun, begun.parent.parent):
-        if RunDir(folder).config.is_file():
-            return load_config(RunDir(folder).config).config.data.template_date
+    """Returns None for a folder that no run has recorded, a run without a date, or files of another version."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return read_json(begun / MANIFEST)["trainer"]["fixed"]["data.template_date"]
+    with suppress(MrlError):
+        return load_config(RunDir(begun).config).config.data.template_date
     return None
 
 
@@ -451,8 +456,8 @@ def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) ->
     if manifest.trainer["data_fingerprint"] != data_fingerprint:
         raise DataError(
             f"{folder} was trained on other prompts than data.train_files gives now, so its place in the data means "
-            "nothing here; give the same files, tokenizer and limits (and the same day to a chat template that writes "
-            f"the date), or {new_run(manifest)}"
+            "nothing here; give the same files, tokenizer and limits (and as data.template_date the day of the run's "
+            f"first start, if its chat template writes one), or {new_run(manifest)}"
         )
 
 

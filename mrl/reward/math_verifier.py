@@ -51,6 +51,7 @@ LARGEST_SYMBOLIC_EXPONENT = 50  # for terms with letters
 _NAME = r"(?:[A-Za-z]+|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma|angle\s*[A-Z]+))(?:_\{?\w+\}?)?'?"
 _SEVERAL_NAMES = rf"\(\s*{_NAME}(?:,\s*{_NAME})*\s*\)"  # (p, q) = (3, 2)
 _ASSIGNED = re.compile(rf"({_NAME}(?:{_SEVERAL_NAMES})?|{_SEVERAL_NAMES})\s*(?:=|\\in(?![a-zA-Z]))\s*")
+_NUMBER_OF_NAME = re.compile(r"\s|_\d+|_\{\s*\d+\s*\}")  # spaces, and which of several of a name it is
 _ENDS_OPEN = re.compile(r"[-+*/=<>(^]\s*$")  # text that an operand must follow
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[^\W\d_]{2,}|[^\x00-\x7f]")
@@ -213,9 +214,9 @@ def _same_collection(truth: Collection, answer: Collection) -> bool:
 def _leaves_out_names(truth: Collection, answer: Collection) -> bool:
     """Tells whether the truth gives values to several names and the answer has values alone, as `1, 2` for `a=1, b=2`.
 
-    Their order then says whose they are.
+    Their order then says whose they are. Roots x_1 and x_2 are values of one name.
     """
-    names = {named[1] for named in map(_ASSIGNED.match, truth.items) if named}
+    names = {_NUMBER_OF_NAME.sub("", named[1]) for named in map(_ASSIGNED.match, truth.items) if named}
     return len(names) > 1 and not any(map(_ASSIGNED.match, answer.items))
 
 

@@ -63,9 +63,20 @@ def test_a_resumed_run_has_the_day_of_its_first_start_and_so_has_one_that_begins
     assert again.config.data.template_arguments["strftime_now"]("%d.%m.%y") == "26.07.24"
 
     checkpoint = tmp_path / "run" / "checkpoints" / "step-2"
+    fixed = {"trainer": {"fixed": {"data.template_date": "2024-07-26"}}}
+    (checkpoint / "manifest.json").write_text(json.dumps(fixed))
     branch = resolved(dated, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     assert with_template_date(branch, begun_in(branch.config.trainer, False)).config.data.template_date == "2024-07-26"
     assert "data.template_date" in FIXED
+
+    # a checkpoint that lies elsewhere says its day itself, also where no template is at hand
+    other = tmp_path / "copied" / "step-2"
+    other.mkdir(parents=True)
+    (other / "manifest.json").write_text(json.dumps({"trainer": {"fixed": {"data.template_date": "2024-07-25"}}}))
+    plain = load_config(TINY)
+    assert with_template_date(plain, other).config.data.template_date == "2024-07-25"
+    (tmp_path / "run" / "config.resolved.yaml").write_text("of: another version")
+    assert with_template_date(first, tmp_path / "run").config.data.template_date == today
 
 
 def test_a_given_day_is_kept_and_a_template_that_writes_none_gets_none(tmp_path):

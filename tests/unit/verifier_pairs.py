@@ -258,6 +258,10 @@ REPORTED = [
     ("14 - i", ["14.0 + -1.0i"], ["14 + i", "14"]),
     # modelscope/ms-swift, issue 4541
     (r"a=1 \text{ or } a=-2", ["a=-2, a=1", "1, -2", "-2, 1"], ["a=1", "a=1, b=-2", "-2"]),
+    # roots of a quadratic are numbered; names of a pair may have spaces
+    ("x_1=2, x_2=-3", ["-3, 2", r"-3 \text{ and } 2", "x_{1}=2, x_{2}=-3"], ["3, -2", "2"]),
+    (r"x_{1}=1 \text{ or } x_{2}=-2", ["-2, 1"], ["2, -1"]),
+    ("(x,y)=(1,2), (x, y)=(3,4)", ["(3,4),(1,2)"], ["(2,1),(3,4)"]),
     # hiyouga/MathRuler, issue 2; openai/prm800k, pull request 19
     (r"0.5 + \frac{\pi}{8}", [r"\pi \div 8 + 1 \div 2"], [r"\pi \div 8 + 1"]),
     (r"\frac{0.5a}{b}/0.5", [r"2\frac{a}{2b}"], [r"\frac{a}{2b}"]),
