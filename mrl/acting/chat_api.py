@@ -24,7 +24,7 @@ from mrl.data.images import base64_in_url, from_base64
 from mrl.data.samples import KnownImage
 
 ROLES = ("system", "user", "assistant", "tool")
-SAID = "said"  # role of a message that stands for an answer: `call_id` is its number
+SAID = "said"  # role of a message that stands for one of the session's answers, until that is put in its place
 # options of clients whose value asks for nothing; of any other, null, false and what is empty do
 SAMPLING = {
     "top_k": -1, "n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
@@ -41,6 +41,7 @@ _LABELS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "cache_control", "betas", "client_metadata",
 }  # fmt: skip
+_CALL_ID = re.compile(r"call_(\d{1,9})_\d+", re.ASCII)
 RESPONSE_ID = "resp_"  # and the number of the answer
 _ANSWER_ID = re.compile(r"(?:chatcmpl-|msg_|resp_|cmpl-)(\d{1,9})", re.ASCII)
 _OTHER_ROLES = {"developer": "system", "function": "tool"}  # a newer and an older name of OpenAI's
@@ -77,10 +78,10 @@ class ChatImage:
 class ChatMessage:
     """One message, from either form."""
 
-    role: str  # of ROLES
+    role: str  # of ROLES, or SAID
     content: str  # all of its text
     calls: tuple[ChatCall, ...] = ()  # in a message of the assistant
-    call_id: str = ""  # in a message of a tool: the call that it answers
+    call_id: str = ""  # in a message of a tool: the call that it answers; in one of SAID: the number of the answer
     thought: str = ""  # reasoning of the assistant before the message; a client may drop it
     parts: tuple[str | ChatImage, ...] = ()  # texts and images in their order, if there is an image
 
@@ -133,11 +134,12 @@ class ChatRequest:
     model: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)  # settings that ask for something, by name
     chooses_no_tool: bool = False  # tool_choice: none
-    choice: str | None = None  # name of the tool that has to be called; "": any one
+    choice: str | None = None  # name of the tool that the client wants called; "": any one
     previous: str = ""  # id of the answer whose conversation goes on
-    is_thread: bool = False  # in the form of Anthropic: it goes on with the same tools
+    is_thread: bool = False  # in the form of Anthropic: it goes on with the same tools and system
+    # the first message is instructions: of Responses, which the next one does not inherit, or of a thread
+    is_instructed: bool = False
     # of the form of Responses
-    is_instructed: bool = False  # the first message is instructions, which the next response does not inherit
     forms: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tool -> namespace, type of its calls
     # of completions: the whole prompt, as token ids or as a text of them
     ids: tuple[int, ...] | None = None
@@ -150,6 +152,12 @@ class ChatRequest:
         as OpenAI's API has it.
         """
         return bool(self.tools) and not self.chooses_no_tool
+
+    @property
+    def chosen(self) -> str | None:
+        """The choice, where the tools have it; None where the client wants none that it offers."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        return self.choice if self.choice in (["", *names] if names else ()) else None
 
     def overridden(self, own: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the names of settings that are not followed. `own`: the values by which the run samples."""
@@ -172,6 +180,12 @@ class ChatAnswer:
 def number_of(answer: str) -> int | None:
     """Returns the number of the answer that has this id in one of the forms; None for another text."""
     found = _ANSWER_ID.fullmatch(answer)
+    return int(found[1]) if found else None
+
+
+def answer_of_call(call: str) -> int | None:
+    """Returns the number of the answer that has the call of this id; None for an id that a client made."""
+    found = _CALL_ID.fullmatch(call)
     return int(found[1]) if found else None
 
 
@@ -260,8 +274,9 @@ def parse_anthropic(body: Any) -> ChatRequest:
     check_mapping(thread, "`thread`")
     previous = string_of(thread.get("previous_message_id"))
     messages = []
-    if body.get("system") not in _NOTHING and not previous:  # it stands in what is held
+    if body.get("system") not in _NOTHING:
         messages.append(ChatMessage("system", text_of(body["system"])))
+    is_instructed = bool(messages and previous)
     for message in list_of(body, "messages"):
         messages += _anthropic_messages(message)
     tools = []
@@ -279,7 +294,7 @@ def parse_anthropic(body: Any) -> ChatRequest:
     if messages and messages[-1].role == "assistant":  # the vendor's older models go on inside of it
         raise BadRequest("the last message has the role assistant; it has to be user, tool or system")
     asked = checked(body, _READ_ANTHROPIC, messages, tools, limit_of(body, "max_tokens"), left_out)
-    return replace(asked, previous=previous, is_thread=bool(previous))
+    return replace(asked, previous=previous, is_thread=bool(previous), is_instructed=is_instructed)
 
 
 def _anthropic_messages(message: Any) -> list[ChatMessage]:
@@ -329,7 +344,7 @@ def checked(
             raise BadRequest(f"`{name}` is {str(sampling[name])[:40]}, and {why}")
     choice = body.get("tool_choice")
     asks_more = isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use")
-    chosen = _chosen(choice, tools)
+    chosen = _chosen(choice)
     if isinstance(choice, Mapping):
         choice = choice.get("type")
     if choice in ("auto", "none"):
@@ -348,20 +363,19 @@ def checked(
     return ChatRequest(messages, tuple(tools), limit, stream, wants_usage, model, sampling, choice == "none", chosen)
 
 
-def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the name of the tool that a client demands, "" for any tool; None where it demands none that it offers.
+def _chosen(choice: Any) -> str | None:
+    """Returns the name of the tool that a client demands, "" for any tool; None where it demands none.
 
     Each form writes it in its own way: required, any; {"type": "function", "function": {"name"}}, {"type": "tool",
     "name"}.
     """
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind in ("required", "any") and tools:
+    if kind in ("required", "any"):
         return ""
     if kind not in ("function", "tool", "custom") or not isinstance(choice, Mapping):
         return None
     inner = choice.get(kind)
-    name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
-    return name if name in [tool["function"]["name"] for tool in tools] else None
+    return string_of(inner.get("name") if isinstance(inner, Mapping) else choice.get("name")) or None
 
 
 _NOT_BY_HALF = {

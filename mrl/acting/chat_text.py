@@ -63,7 +63,7 @@ class ChatText:
         names = dict.fromkeys(asked.overridden(own))
         if any(self._read_as_user(position, message) for position, message in enumerate(asked.messages)):
             names["system"] = None
-        if self._enforces_choice and asked.choice is not None and said.calls:
+        if self._enforces_choice and asked.chosen is not None and said.calls:
             names.pop("tool_choice", None)
         return tuple(names)
 
@@ -72,9 +72,9 @@ class ChatText:
 
     def begun(self, asked: ChatRequest) -> list[int]:
         """Returns the tokens with which the answer begins, which are not the model's own: of a demanded call."""
-        if not self._enforces_choice or asked.choice is None or not asked.wants_calls:
+        if not self._enforces_choice or asked.chosen is None or not asked.wants_calls:
             return []
-        return self._dialect.beginning(asked.choice)
+        return self._dialect.beginning(asked.chosen)
 
     def with_ids(self, asked: ChatRequest, most: int) -> ChatRequest:
         """Returns a request that is no conversation with its prompt as token ids.

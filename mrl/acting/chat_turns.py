@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, plain
+from mrl.acting.chat_api import BadRequest, ChatMessage, ChatRequest, answer_of_call, plain
 
 
 class Move(StrEnum):
@@ -96,7 +96,8 @@ class KeptTurns:
         self._nodes: dict[tuple[int, Any], int] = {}  # (node, what follows it) -> node
         self._uses: Counter[int] = Counter()  # node -> how many turns pass it
         self._newest_node = 0
-        self._bare: dict[tuple[int, Any], int] = {}  # (node, key of an answer without its text) -> node behind it
+        # (node, key of an answer without its text) -> number of the turn -> node behind the answer
+        self._bare: dict[tuple[int, Any], dict[int, int]] = {}
         self._said: dict[int, int] = {}  # node behind an answer -> the newest turn that ends there
         self._questions: dict[tuple[int | None, int], _Question] = {}  # (parent, node behind the messages) -> question
         self._following: Counter[int] = Counter()  # turn -> how many follow it
@@ -172,7 +173,7 @@ class KeptTurns:
         self._uses[node] += 1
         self._said[node] = max(number, self._said.get(node, 0))
         if said.calls:
-            self._bare[turn.node, replace(said, content="").key] = node
+            self._bare.setdefault((turn.node, replace(said, content="").key), {})[number] = node
 
     def drop(self, number: int) -> None:
         """Takes back request `number`, which has no answer, as if it had not been made."""
@@ -206,6 +207,10 @@ class KeptTurns:
         first, *later = (self._turns[each] for each in self.path(number))
         begin = first.messages[first.is_instructed :]
         return (*begin, first.said, *(message for turn in later for message in (*turn.messages, turn.said)))
+
+    def answer_of(self, number: int) -> ChatMessage:
+        """Returns what the model said in turn `number`."""
+        return self._turns[number].said
 
     def tools_of(self, number: int) -> tuple[Mapping[str, Any], ...]:
         """Returns the tools of turn `number`."""
@@ -277,12 +282,20 @@ class KeptTurns:
         nodes: list[int] = []
         at = first
         for message in asked.messages:
-            # some clients keep nothing of an answer but its calls
-            at = self._nodes.get((at, message.key)) or self._bare.get((at, message.key))
+            at = self._nodes.get((at, message.key)) or self._without_text(at, message)
             if at is None:
                 break
             nodes.append(at)
         return first, nodes
+
+    def _without_text(self, at: int | None, message: ChatMessage) -> int | None:
+        """Returns the node behind the answer of which a client keeps nothing but its calls: the one that their ids
+        name, or the newest.
+        """
+        nodes = self._bare.get((at, message.key))
+        if not nodes:
+            return None
+        return nodes.get(next(filter(None, (answer_of_call(call.id) for call in message.calls)), 0), nodes[max(nodes)])
 
     def _deepest(self, nodes: Sequence[int]) -> tuple[int | None, int]:
         """Finds the deepest turn whose messages all stand in the request; the newest of several.

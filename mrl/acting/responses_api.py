@@ -26,6 +26,7 @@ from mrl.acting.chat_api import (
     ChatCall,
     ChatMessage,
     ChatRequest,
+    answer_of_call,
     call_of,
     check_mapping,
     checked,
@@ -54,7 +55,8 @@ _REFUSED = {
 _CALLS = ("function_call", "custom_tool_call")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
 _REFERENCE = "item_reference"
-_ITEM_ID = re.compile(r"(?:msg_|rs_|fc_call_)(\d{1,9})(?:_\d+)?", re.ASCII)  # of the items of an answer
+_TEXT, _THOUGHT, _CALL = "msg_", "rs_", "fc_call_"  # how ids of the items of an answer begin
+_ITEM_ID = re.compile(rf"({_TEXT}|{_THOUGHT}|{_CALL})(\d{{1,9}})(?:_\d+)?", re.ASCII)
 _JOINT = "__"  # between the namespace and the name of a tool, as the model is told it
 
 
@@ -87,24 +89,30 @@ def _messages_of(items: Sequence[Any]) -> list[ChatMessage]:
     """Reads items. What an answer consists of becomes one message again."""
     messages: list[ChatMessage] = []
     goes_on = False  # the last message is an answer that further items may belong to
+    has_text = False  # and its text is named by its id
     for item in items:
         check_mapping(item, "an item of the input")
         kind = item.get("type") or "message"
         if kind == "reasoning":
             continue
         if kind == _REFERENCE or set(item) == {"id"}:
-            answer = _answer_of(item.get("id"))
-            if not goes_on or messages[-1].call_id != answer:  # all items of an answer stand for it together
-                messages.append(ChatMessage(SAID, "", call_id=answer))
+            named, answer = _item_named(item.get("id"))
+            if not goes_on or not _may_belong(messages[-1], named, answer):
+                messages.append(ChatMessage("assistant", ""))
+            # all items of an answer stand for it together, also with others of it that are whole
+            has_text = named == _TEXT or (has_text and messages[-1].role == SAID)
+            messages[-1] = replace(messages[-1], role=SAID, call_id=answer)
             goes_on = True
             continue
         if kind in _RESULTS:
             messages.append(message_with("tool", item.get("output"), call_id=string_of(item.get("call_id"))))
         elif kind in _CALLS:
-            if not goes_on:
+            call = _call_of(item)
+            if not goes_on or (messages[-1].role == SAID and messages[-1].call_id != str(answer_of_call(call.id))):
                 messages.append(ChatMessage("assistant", ""))
-            messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, _call_of(item)))
+            messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
         elif kind == "message":
+            goes_on = goes_on and not (messages[-1].role == SAID and has_text)
             messages += _message_of(item, messages.pop() if goes_on else None)
         else:
             raise BadRequest(f"an item of the input has the type {str(kind)[:40]!r}, which is not supported")
@@ -112,12 +120,25 @@ def _messages_of(items: Sequence[Any]) -> list[ChatMessage]:
     return messages
 
 
-def _answer_of(item: Any) -> str:
-    """Returns the number of the answer that an item belongs to. Raises BadRequest for an unknown id."""
+def _item_named(item: Any) -> tuple[str, str]:
+    """Returns what an item is, by the beginning of its id, and the number of its answer. Raises BadRequest for an
+    unknown id.
+    """
     found = _ITEM_ID.fullmatch(string_of(item))
     if found is None:
         raise BadRequest(f"an item of the input is named {str(item)[:60]!r}, which is no item of an answer")
-    return found[1]
+    return found[1], found[2]
+
+
+def _may_belong(message: ChatMessage, kind: str, answer: str) -> bool:
+    """Tells whether a message so far may be of the answer of which an item is named. A text that a client gives whole
+    stands before calls of its answer, and is not named as well.
+    """
+    if message.content and kind != _CALL:
+        return False
+    if message.role == SAID:
+        return message.call_id == answer
+    return all(str(answer_of_call(call.id)) == answer for call in message.calls)
 
 
 def _message_of(item: Mapping[str, Any], before: ChatMessage | None) -> list[ChatMessage]:

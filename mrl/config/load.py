@@ -368,6 +368,8 @@ def _type_text(annotation: Any) -> str:
         return f"{count} {_type_text(arguments[0])}"
     if origin is dict and get_origin(arguments[1]) is dict:
         return "a mapping of mappings"
+    if origin is dict and arguments[1] is not Any:
+        return f"a mapping, each value {_type_text(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with keys of {', '.join(annotation.model_fields)}"
     return _NAMES[origin or annotation]

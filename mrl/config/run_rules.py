@@ -442,14 +442,23 @@ def unseen_files(config: RunConfig) -> list[str]:
 def writes_date(config: RunConfig) -> bool:
     """Tells whether the chat template writes the day's date, as those of gpt-oss and Llama-3.2 do."""
     given = config.data.apply_chat_template_kwargs
+    text = _template(config)
+    return ASKED in text and not (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given)
+
+
+def _template(config: RunConfig) -> str:
+    """Returns the text of the chat template; empty where none is at hand."""
     folder = Path(config.model.path)
-    text = given.get("chat_template") or next(filter(None, map(_text, map(folder.joinpath, _TEMPLATES))), "")
-    return ASKED in str(text) and not (_DATE_ARGUMENT in text and _DATE_ARGUMENT in given)
+    given = config.data.apply_chat_template_kwargs.get("chat_template")
+    return str(given or next(filter(None, map(_text, map(folder.joinpath, _TEMPLATES))), ""))
 
 
 def template_notes(config: RunConfig) -> Iterator[str]:
-    """Yields a note where prompts differ between runs that began on different days."""
-    if config.data.template_date is None and writes_date(config):
+    """Yields a note where prompts differ between runs that began on different days, or a given day is not read."""
+    if config.data.template_date is not None:
+        if _template(config) and not writes_date(config):
+            yield f"data.template_date = {config.data.template_date} is not read: the chat template writes no date"
+    elif writes_date(config):
         yield (
             f"data.template_date: the chat template writes a date into prompts ({ASKED}), and a run keeps that of its "
             "first start; give one to compare runs of several days"

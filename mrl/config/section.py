@@ -4,7 +4,7 @@ Each key is declared once, with its meaning, limits, unit, advice, verl's name a
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, get_args
@@ -34,7 +34,7 @@ class Section(BaseModel):
         takes = _takes(cls, info.field_name)
         if takes.texts and isinstance(value, str):
             value = (value,)
-        for each in value if isinstance(value, list | tuple) else (value,):
+        for each in _each(value):
             if takes.number and isinstance(each, bool):
                 raise ValueError("a number is wanted")
             if takes.whole and isinstance(each, int | float) and abs(each) >= 2**63:
@@ -68,8 +68,15 @@ def _takes(section: type[Section], name: str) -> _Takes:
     annotation = field.annotation
     kinds = list(_kinds(annotation))
     whole = int in kinds
-    number = whole or float in kinds
+    number = (whole or float in kinds) and bool not in kinds
     return _Takes(annotation == tuple[str, ...], number, whole, notes_of(field).is_path)
+
+
+def _each(value: Any) -> Iterable[Any]:
+    """Returns the values of a list or a mapping, or a single value."""
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

@@ -200,7 +200,7 @@ class AgentSession:
             self._changed.set()
 
     def _counted(self, asked: ChatRequest) -> int:
-        asked = self._seen(asked)
+        asked = self._whole(asked)
         return len(self._expanded(self._agents.text.prompt(asked), asked.messages).ids)
 
     def reward(self, reply: Reply, answer: str | None) -> None:

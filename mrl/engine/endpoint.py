@@ -6,6 +6,7 @@
     POST /v1/reward {"reward", "parts", "answer"}
                                               --> the reward of an answer, by its id, or of the session, each once
     GET  /v1/models, /v1/models/NAME          --> one name, for clients that look; any other is the same model
+    (in place of /v1/ also / alone, or /v1/v1/: clients disagree on what the address that they are given ends with)
     HEAD                                      --> for clients that look whether anybody listens, without a key
 
 Requests for another host name are refused (403), and so are keys of no open session (401). A body has at most
@@ -17,6 +18,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -35,6 +37,7 @@ MODEL = "policy"
 BODY_BYTES = 8 * 2**20
 BODY_WITH_IMAGES_BYTES = 64 * 2**20  # where bodies bring images, which clients send again with each request
 REWARD_PATH = "/v1/reward"
+_REWARD = re.compile("/(v1/)*reward")
 COUNT_PATH = "/v1/messages/count_tokens"
 WRONG_KEY = (
     "this is the key of the chat, which whatever runs for the model can see; a reward has a key of its own: "
@@ -108,7 +111,7 @@ class Endpoint:
             app = web.Application(middlewares=[self._guarded], client_max_size=self._body_bytes)
             for path, api in APIS.items():
                 app.router.add_post(_route(path), _handler(api))
-            app.router.add_post(REWARD_PATH, _rewarded)
+            app.router.add_post(_route(REWARD_PATH), _rewarded)
             app.router.add_post(_route(COUNT_PATH), _counted)
             app.router.add_get(_route("/v1/models"), _models)
             app.router.add_get(_route("/v1/models/{name:.+}"), _model)
@@ -144,7 +147,7 @@ class Endpoint:
             session, is_of_reward = self._sessions.get(_digest(_key_of(request)), (None, False))
             if session is None:
                 return _refused(request, 401, "the key is of no session that is under way")
-            if is_of_reward != (request.path == REWARD_PATH):
+            if is_of_reward != bool(_REWARD.fullmatch(request.path)):
                 return _refused(request, 403, WRONG_KEY[is_of_reward])
             if (request.content_length or 0) > self._body_bytes:  # before any of it is waited for
                 refused = _refused(request, 413, f"a body has at most {self._body_bytes} bytes")
@@ -194,7 +197,7 @@ async def _body(request: web.Request) -> Any:
 
 
 def _route(path: str) -> str:
-    """Returns the route of a path. Clients disagree on whether the address that they are given ends with /v1."""
+    """Returns the route of a path with any number of /v1 before it."""
     return "/{versions:(v1/)*}" + path.removeprefix("/v1/")
 
 

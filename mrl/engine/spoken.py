@@ -91,21 +91,23 @@ class SpokenTurns:
         number = int(message.call_id)
         if number not in self._turns:
             raise BadRequest(f"an item of the input is of answer {number}, which is none of this session")
-        said = self._kept.history(number)[-1]
-        return replace(said, content=message.content or said.content, calls=message.calls or said.calls)
+        said = self._kept.answer_of(number)
+        own = {call.id: call for call in message.calls}
+        calls = [own.pop(call.id, call) for call in said.calls]
+        return replace(said, content=message.content or said.content, calls=(*calls, *own.values()))
 
     def _with_history(self, asked: ChatRequest) -> ChatRequest:
         """Puts the conversation up to an earlier response in front of the messages, behind their instructions."""
         number = number_of(asked.previous)
         if number not in self._turns:
             raise BadRequest(f"the request goes on from {asked.previous[:60]!r}, which is no answer of this session")
-        own = asked.is_instructed
+        own, new = asked.messages[: asked.is_instructed], asked.messages[asked.is_instructed :]
         *before, last = self._kept.history(number)
-        new = in_order_of_calls((last, *asked.messages[own:]))
-        tools = asked.tools
-        if asked.is_thread and not tools:
-            tools = self._kept.tools_of(number)
-        return replace(asked, messages=(*asked.messages[:own], *before, *new), tools=tools)
+        if asked.is_thread:  # which inherits what it does not give anew
+            if own and before and before[0].role == "system":
+                del before[0]
+            asked = replace(asked, tools=asked.tools or self._kept.tools_of(number), is_instructed=False)
+        return replace(asked, messages=(*own, *before, *in_order_of_calls((last, *new))))
 
     def _with_tokens(self, asked: ChatRequest) -> ChatRequest:
         """Finds the turn whose tokens are the beginning of the request's, the longest of several."""

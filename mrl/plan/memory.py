@@ -197,7 +197,8 @@ def _critic_bytes(inputs: PlanInputs, pp: int) -> CriticBytes | None:
 def _critic_stage(own: PlanInputs, batch: BatchPlan, pp: int) -> CriticBytes:
     samples = sample_bytes(own, batch, pp)
     state = _model_bytes(own, batch, pp, is_critic=True)
-    return CriticBytes(**state, batch=samples.update, values_batch=samples.log_prob)
+    looking = looking_bytes(own, batch, pp)
+    return CriticBytes(**state, batch=samples.update, values_batch=samples.log_prob, looking=looking)
 
 
 def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
@@ -273,6 +274,7 @@ def _teacher_bytes(inputs: PlanInputs) -> TeacherBytes:
         log_prob=max(activations.forward_only(pp) for pp in stages),
         batch=max(sample_bytes(teacher, batch, pp).log_prob for pp in stages)
         + 2 * batch.log_prob_micro.rows * batch.log_prob_micro.response * teacher_top_bytes(inputs),
+        looking=max(looking_bytes(teacher, batch, pp) for pp in stages),
     )
 
 

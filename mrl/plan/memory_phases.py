@@ -200,6 +200,7 @@ class CriticBytes:
     optimizer_host: int = 0  # state of an Adam on the host, where it stays
     batch: int = 0
     values_batch: int = 0
+    looking: int = 0  # at images, as ActorBytes.looking: its tower is never trained
 
     @classmethod
     def fullest(cls, stages: Iterable["CriticBytes"]) -> "CriticBytes":
@@ -256,7 +257,7 @@ class ActorBytes:
     samples: SampleBytes = field(default_factory=SampleBytes)
     critic: CriticBytes | None = None  # beside the actor
     vision_tower: int = 0  # frozen ones; a trained tower is among parameters, gradients and optimizer
-    looking: int = 0  # the tower's pass and a micro-batch's features, for log-probs and values
+    looking: int = 0  # the tower's pass and a micro-batch's features, for log-probs
     looking_in_update: int = 0  # the same with what a trained tower keeps for going backward
     features: int = 0  # of a step's images, on the host
 
@@ -430,7 +431,7 @@ def _actor_terms(actor: ActorBytes) -> Iterator[tuple[str, dict[str, int]]]:
         # the teacher's pass, beside the actor's parameters
         teacher = actor.teacher
         passing = {"teacher": teacher.parameters, "log_prob": teacher.log_prob, "batch": teacher.batch}
-        yield "teacher", _at_rest(actor, parameters=True) | passing | _looking(actor.looking)
+        yield "teacher", _at_rest(actor, parameters=True) | passing | _looking(teacher.looking)
     if actor.critic is not None:
         yield from _critic_terms(actor, actor.critic).items()
 
@@ -443,13 +444,9 @@ def _critic_terms(actor: ActorBytes, critic: CriticBytes) -> dict[str, dict[str,
     return {
         _VALUES: rest
         | {"critic": critic.at_rest(parameters=True), "log_prob": critic.log_prob}
-        | _looking(actor.looking)
+        | _looking(critic.looking)
         | _samples(critic.values_batch, routes),
-        _CRITIC: rest
-        | {"critic": critic.whole}
-        | passes
-        | _looking(actor.looking_in_update)
-        | _samples(critic.batch, routes),
+        _CRITIC: rest | {"critic": critic.whole} | passes | _looking(critic.looking) | _samples(critic.batch, routes),
     }
 
 

@@ -21,6 +21,7 @@ class TeacherBytes:
     parameters: int = 0
     log_prob: int = 0  # activations of its pass
     batch: int = 0  # inputs of its micro-batches, and outputs of the pass
+    looking: int = 0  # at images: its own tower's pass and features
 
 
 def teacher_inputs(inputs: PlanInputs) -> PlanInputs | None:

@@ -87,7 +87,9 @@ class MiniBatchLoad:
 
 @dataclass(frozen=True)
 class MicroRows:
-    """Rows that share one forward. A filler only keeps ranks in step, and none of its rows counts."""
+    """Rows that share one forward. A filler only keeps ranks in step, and none of its rows counts: with expert
+    parallelism each forward is a collective over all data-parallel ranks, so they need equally many.
+    """
 
     rows: np.ndarray  # int64, indices into the batch
     is_filler: bool = False

@@ -128,8 +128,8 @@ def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns advantages over the step's trained tokens; nothing without tokens.
 
     `of_rows` has for each row of the step how many tokens are trained (`count`, 0 for a row left out), and their
-    advantages' `sum`, `low` and `high`. `values` are also written as `critic/returns/*`: without a critic returns are
-    equal to advantages, and a critic's replace them. What is of advantages alone is added behind them.
+    advantages' `sum`, `low` and `high`. Mean and extremes are written as `critic/advantages/*` and as
+    `critic/returns/*`: without a critic the two are equal, and a critic's returns replace them.
     """
     count = int(of_rows["count"].sum())
     if not count:

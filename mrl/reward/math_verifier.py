@@ -512,14 +512,20 @@ def _is_zero(number: Any, otherwise: bool) -> bool:
 
 
 def _hidden_digits(number: Any) -> int:
-    """Returns how many digits may have to be computed before a part of a sum shows: 2^-99 needs 30."""
+    """Returns how many digits may have to be computed before a part of a sum shows: 2^-99 needs 30, 1 - tanh(99) 86."""
+    from sympy.functions.elementary.hyperbolic import HyperbolicFunction
+
     if number.is_Rational:
         return int((number.p.bit_length() + number.q.bit_length()) * DIGITS_OF_A_BIT) + 2
     base, exponent = number.as_base_exp()
     if exponent != 1 and exponent.is_number:
         power = abs(exponent.evalf(5))
         return (1 + int(power)) * (1 + _hidden_digits(base)) if power <= MOST_DIGITS else MOST_DIGITS + 1
-    return 1 + sum(map(_hidden_digits, number.args))
+    digits = 1 + sum(map(_hidden_digits, number.args))
+    if isinstance(number, HyperbolicFunction) and number.args[0].is_number:
+        power = 2 * abs(number.args[0].evalf(5))  # of e, in its exponentials
+        digits += int(power) if power <= MOST_DIGITS else MOST_DIGITS
+    return digits
 
 
 @functools.cache

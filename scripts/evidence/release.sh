@@ -9,5 +9,5 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 [ -d tiny-world ] || python scripts/make_tiny_world.py --out tiny-world --seed 0
 code=0
 python scripts/evidence/release.py "$@" || code=$?
-python scripts/generate_docs.py
+[ $code -gt 1 ] || python scripts/generate_docs.py
 exit $code

@@ -3,11 +3,13 @@
 import json
 import random
 from base64 import b64encode
+from dataclasses import replace
 
 import pytest
 
 from mrl.acting.chat_api import CHAT_APIS as APIS
 from mrl.acting.chat_api import (
+    SAID,
     BadRequest,
     ChatAnswer,
     ChatCall,
@@ -16,6 +18,7 @@ from mrl.acting.chat_api import (
     parse_openai,
     text_of,
 )
+from mrl.acting.responses_api import parse_responses
 
 TOOL = {"name": "search", "description": "Finds.", "parameters": {"type": "object", "properties": {"q": {}}}}
 ARGUMENTS = {"q": "näh", "n": 2}
@@ -396,3 +399,35 @@ def test_what_is_no_object_is_named_by_its_place():
     ):
         with pytest.raises(BadRequest, match=words):
             parse_openai(body)
+
+
+USER = {"role": "user", "content": "u"}
+CALL_OF_2 = {"type": "function_call", "name": "f", "call_id": "call_2_0", "arguments": "{}"}
+NOTE = {"type": "message", "role": "assistant", "content": "note"}
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([{"id": "msg_1"}, NOTE], [(SAID, "", "1"), ("assistant", "note", "")]),  # the client's own
+        ([NOTE, {"id": "msg_1"}], [("assistant", "note", ""), (SAID, "", "1")]),
+        ([NOTE, {"id": "rs_1"}], [("assistant", "note", ""), (SAID, "", "1")]),
+        ([{"id": "rs_1"}, NOTE], [(SAID, "note", "1")]),  # its text, whole
+        ([NOTE, {"id": "fc_call_1_0"}], [(SAID, "note", "1")]),
+        ([{"id": "msg_1"}, {"id": "fc_call_1_0"}], [(SAID, "", "1")]),
+        ([{"id": "msg_1"}, {"id": "msg_2"}], [(SAID, "", "1"), (SAID, "", "2")]),
+    ],
+)  # fmt: skip
+def test_what_a_client_says_itself_is_no_part_of_an_answer_that_it_names(items, expected):
+    messages = parse_responses({"input": [USER, *items]}).messages[1:]
+    assert [(message.role, message.content, message.call_id) for message in messages] == expected
+    (call,) = parse_responses({"input": [USER, {"id": "msg_1"}, CALL_OF_2]}).messages[2:]
+    assert call.role == "assistant" and call.calls[0].id == "call_2_0"
+
+
+def test_a_thread_chooses_among_the_tools_that_it_holds():
+    going_on = anthropic(thread={"previous_message_id": "msg_1"}, tool_choice={"type": "tool", "name": "f"})
+    asked = parse_anthropic({name: value for name, value in going_on.items() if name != "tools"})
+    assert asked.is_thread and asked.chosen is None
+    assert replace(asked, tools=({"type": "function", "function": {"name": "f"}},)).chosen == "f"
+    assert replace(asked, tools=({"type": "function", "function": {"name": "g"}},)).chosen is None

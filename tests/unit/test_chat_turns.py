@@ -74,6 +74,15 @@ def test_an_answer_of_which_a_client_keeps_the_calls_alone_is_gone_on_from():
     assert TWO.locate(asked(U1, bare, T2, A2, T3)) == ChatPosition(Move.EXTENDS, 2, (T3,))
     for other in (said("", "g"), said("", "f", "f"), said(""), said("a1'", "f")):
         assert ONE.locate(asked(U1, other, T2)).why is Why.FORGED
+    # the ids of calls say which of several answers it was, and the newest is meant without them
+    kept = KeptTurns()
+    for number, text in ((1, "A text"), (2, "B text")):
+        call = ChatCall(f"call_{number}_0", "f", {"a": 1})
+        answered(kept, FIRST, ChatMessage("assistant", text, (call,)))
+    for number in (1, 2):
+        call = ChatCall(f"call_{number}_0", "f", {"a": 1})
+        assert kept.locate(asked(U1, ChatMessage("assistant", "", (call,)), T2)).parent == number
+    assert kept.locate(asked(U1, bare, T2)).parent == 2
     kept, _ = sampled((FIRST, A1), (FIRST, bare), (FIRST, said("a1'", "f")))
     assert kept.locate(asked(U1, bare, T2)).parent == 2  # what was said so comes first
     assert kept.locate(asked(U1, A1, T2)).parent == 1

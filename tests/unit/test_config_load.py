@@ -233,6 +233,10 @@ def test_numbers_inside_free_mappings_are_numbers(small):
         ("actor.optim.betas=[true, 0.9]", "actor.optim.betas = [true, 0.9] (--set): must be"),
         ("actor.layout.pipeline_layers=[true, 3]", "actor.layout.pipeline_layers = [true, 3] (--set): must be"),
         ("data.train_weights=[1, true]", "data.train_weights = [1, true] (--set): must be"),
+        (
+            "reward.bonus_rules={think_format: true}",
+            "reward.bonus_rules = {think_format: true} (--set): must be a mapping, each value a number",
+        ),
         ("rollout.n=2.5", "rollout.n = 2.5 (--set): must be a whole number >= 1"),
         ("rollout.n=null", "rollout.n = null (--set): must be a whole number >= 1"),
         ("rollout.top_p=2", "rollout.top_p = 2 (--set): must be a number > 0 and <= 1"),

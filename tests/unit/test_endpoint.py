@@ -300,6 +300,10 @@ def test_a_thread_of_anthropics_form_goes_on_with_its_tools_in_one_branch(tmp_pa
         "messages": [{"role": "user", "content": "12*34?"}],
         "system": "Be brief.",
     }
+    whole_history = [*asked["messages"], {"role": "assistant", "content": [
+        {"type": "text", "text": "Well."},
+        {"type": "tool_use", "id": "call_1_0", "name": "calculator", "input": {"expression": "12*34"}},
+    ]}]  # fmt: skip
     result = {"type": "tool_result", "tool_use_id": "call_1_0", "content": "408"}
     new = {"model": "m", "max_tokens": 500, "messages": [{"role": "user", "content": [result]}]}
     steps = [
@@ -307,8 +311,18 @@ def test_a_thread_of_anthropics_form_goes_on_with_its_tools_in_one_branch(tmp_pa
         ["post", path, new | {"thread": {"type": "continue", "previous_message_id": "msg_1"}}],
         ["post", path, new | {"thread": {"type": "continue", "previous_message_id": "msg_99"}}],
     ]
+    count = f"{path}/count_tokens"
+    going_on = new | {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
+    steps += [
+        ["post", count, going_on],
+        ["post", count, going_on | {"system": "Be brief."}],  # as it stands there
+        ["post", count, asked | {"tools": [tool], "messages": [*whole_history, *new["messages"]]}],
+        ["post", count, going_on | {"system": "Be very brief indeed."}],
+    ]
     (made,) = rows(Engine(f"Well. {CALL}", CALL), conversations(), [row({"steps": steps, "saw": str(saw)})])
-    first, second, unknown = json.loads(saw.read_text())
+    first, second, unknown, *counts = json.loads(saw.read_text())
+    held, same, as_whole, longer = (each["input_tokens"] for each in counts)
+    assert held == same == as_whole < longer, "what the thread holds is counted, under the system that is given"
     assert first["stop_reason"] == second["stop_reason"] == "tool_use"
     assert unknown["status"] == 400 and "msg_99" in unknown["said"]["error"]["message"]
     assert made.branch_counts is None and made.turn_counts.tolist() == [2] and stop_of(made) == Stop.CLOSED
@@ -317,20 +331,26 @@ def test_a_thread_of_anthropics_form_goes_on_with_its_tools_in_one_branch(tmp_pa
     assert last_calls(made) == [("agent", "ok")] * 2
 
 
-@pytest.mark.parametrize("has_calls", [False, True])
-def test_items_of_an_answer_that_are_named_by_their_ids_stand_for_it(tmp_path, has_calls):
-    """Vercel's ai (@ai-sdk/openai 3, convertToOpenAIResponsesInput) sends ids of thoughts and texts, calls whole."""
+@pytest.mark.parametrize(
+    "by_id", ["rs_1 msg_1 0 1", "rs_1 msg_1", "rs_1 msg_1 0", "rs_1 msg_1 1", "rs_1 0 1", "0", "1"]
+)
+def test_items_of_an_answer_that_are_named_by_their_ids_stand_for_it(tmp_path, by_id):
+    """Vercel's ai (@ai-sdk/openai 3, convertToOpenAIResponsesInput) sends ids of thoughts and texts, calls whole.
+    OpenAI's API takes each item of `input` as it is or as a reference, whatever the others are.
+    """
     saw = tmp_path / "saw"
     path = "/v1/responses"
     tools = [{"type": "function", **agent_functions.TOOL["function"]}]
     asked = {"model": "m", "tools": tools, "instructions": "Be brief."}
     items = [{"role": "user", "content": [{"type": "input_text", "text": "12*34?"}]}]
-    named = [{"type": "item_reference", "id": name} for name in ("rs_1", "msg_1")]
+    named = [{"type": "item_reference", "id": name} for name in ("rs_1", "msg_1") if name in by_id.split()]
+    if "msg_1" not in by_id:
+        named.append({"type": "message", "role": "assistant", "content": "Well."})
     for i, name in enumerate(("calculator", "lookup")):
         whole_call = {"type": "function_call", "name": name, "call_id": f"call_1_{i}"}
         arguments = '{"expression":"12*34"}' if i == 0 else "{}"
-        by_id = {"type": "item_reference", "id": f"fc_call_1_{i}"}
-        named.append(whole_call | {"arguments": arguments} if has_calls else by_id)
+        reference = {"type": "item_reference", "id": f"fc_call_1_{i}"}
+        named.append(reference if str(i) in by_id.split() else whole_call | {"arguments": arguments})
     told = [
         {"type": "function_call_output", "call_id": f"call_1_{i}", "output": text}
         for i, text in ((1, "no"), (0, "408"))
@@ -936,6 +956,7 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
         ("POST", "/v1/reward", judge, b'{"parts": {}}'),
         ("POST", "/v1/reward", judge, b'{"reward": 1, "answer": 3}'),
         ("POST", "/v1/reward", judge, b"1"),
+        ("POST", "/reward", judge, b"1"),
         ("GET", path, own, None),
         ("GET", "/v1/models", {"x-api-key": "{key}"}, None),
         ("GET", "/v1/models/some/name", {"x-api-key": "{key}"}, None),
@@ -951,7 +972,7 @@ def test_host_key_and_size_are_looked_at_before_anything_is_read():
         ("POST", path, own | {"Content-Length": str(10**12)}, b"{"),  # answered although it never comes
     ]
     heads = [200, 200, 401, 200, 403]
-    wanted = [403, 403, 401, 401, 401, 413, *[400] * 7, 405, *heads, *[400] * 4, 400, 400, 413]
+    wanted = [403, 403, 401, 401, 401, 413, *[400] * 8, 405, *heads, *[400] * 4, 400, 400, 413]
     assert statuses(requests) == wanted
 
 

@@ -16,6 +16,7 @@ from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.model import model_spec
 from mrl.model.tower_sizes import VisionTower
+from mrl.plan.memory import actor_bytes
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for
 from mrl.plan.run_plan import plan_of
 from mrl.plan.vision_costs import host_bytes, image_tokens, looking_bytes, tower_bytes
@@ -146,6 +147,19 @@ def test_later_stages_have_no_tower():
     batch = batch_plan(config, inputs.train)
     assert all((tower_bytes(inputs, 0), looking_bytes(inputs, batch, 0), host_bytes(inputs, batch, 0)))
     assert not any((tower_bytes(inputs, 1), looking_bytes(inputs, batch, 1), host_bytes(inputs, batch, 1)))
+
+
+def test_a_critic_of_another_layout_looks_on_each_of_the_ranks_that_have_its_first_stage():
+    layout = ("actor.layout.world_size=2", "actor.layout.pipeline_model_parallel_size=2", "cluster.n_gpus_per_node=3")
+    own = ("algorithm.adv_estimator=gae", "critic.layout={pipeline_model_parallel_size: 1}")
+    config = load_config(TINY, overrides=["model.path=none", *layout, *own]).config
+    inputs = PlanInputs.of(config, model_spec(whole_model()), device_for(config))
+    later = actor_bytes(inputs, batch_plan(config, inputs.train), 1)
+    assert not later.looking and later.vision_tower == 4 * inputs.tower.parameters
+    assert later.critic.looking == looking_bytes(
+        inputs.critic, batch_plan(inputs.critic.config, inputs.critic.train), 0
+    )
+    assert later.critic.looking > 0
 
 
 @pytest.mark.parametrize("part", ["trained", "projector"])
