@@ -60,13 +60,15 @@ def spec_mutants(model) -> Iterator[tuple[str, dict]]:
     """Slips in reading config.json: name -> the fields that they change."""
     yield "epsilon", {"rms_norm_eps": model.rms_norm_eps * 1e4}
     yield "base of the rotation", {"rotation": replace(model.rotation, rope_theta=model.rotation.rope_theta / 50)}
-    share = model.rotation.partial_rotary_factor / 2
-    yield "half of the rotation", {"rotation": replace(model.rotation, partial_rotary_factor=share)}
-    yield "norms of heads", {"qk_norm": not model.qk_norm}
-    yield "biases", {"qkv_bias": not model.qkv_bias}
+    if not model.is_latent:  # whose heads have sizes and norms of their own, and no biases: nothing reads these
+        share = model.rotation.partial_rotary_factor / 2
+        yield "half of the rotation", {"rotation": replace(model.rotation, partial_rotary_factor=share)}
+        yield "norms of heads", {"qk_norm": not model.qk_norm}
+        yield "biases", {"qkv_bias": not model.qkv_bias}
     yield "tied embeddings", {"tie_word_embeddings": not model.tie_word_embeddings}
     if model.is_moe:
-        yield "router weights that sum to one", {"norm_topk_prob": not model.norm_topk_prob}
+        if model.router_score == "softmax":  # Megatron's sigmoid router always makes them so
+            yield "router weights that sum to one", {"norm_topk_prob": not model.norm_topk_prob}
         yield "experts of a token", {"num_experts_per_tok": model.num_experts_per_tok + 1}
         yield "factor of the experts", {"routed_scaling_factor": model.routed_scaling_factor * 1.5}
         yield "a dense first layer", {"moe_layers": model.moe_layers[1:]}
