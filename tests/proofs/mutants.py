@@ -197,7 +197,7 @@ class Copy:
         The process writes its code itself: what multiprocessing tells of it is wrong at times, where two threads ask.
         Raises RuntimeError where it wrote none.
         """
-        words = ["-q", "-W", "ignore", "-p", "no:cacheprovider", *arguments]
+        words = ["-q", "-m", "not long", "-W", "ignore", "-p", "no:cacheprovider", *arguments]
         words += [f"tests/unit/{file}" for file in files]
         with TemporaryDirectory() as told:
             output, code = Path(told, "output"), Path(told, "code")

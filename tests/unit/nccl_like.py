@@ -23,6 +23,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -218,14 +219,15 @@ def at_once(
     """
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload([__name__])
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # of the server, which does not take over this process's
     answers = forking.Queue()
     processes = [
         forking.Process(target=_answer, args=(answers, name, folder, order_before, call), daemon=True)
         for name, call in calls.items()
     ]
-    for process in processes:
-        process.start()
+    # the server does not take over this process's path
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        for process in processes:
+            process.start()
     found: dict[Any, Any] = dict.fromkeys(calls)
     deadline = time.monotonic() + TOGETHER_S
     left = len(calls) - len(stopped)
