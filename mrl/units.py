@@ -6,6 +6,7 @@ KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 MOST_DEVICES = 100_000  # of a run: so many nodes, and engines, may a configuration have
+MOST_OF_A_NODE = 1000  # devices
 
 
 def round_up(value: int, multiple: int) -> int:

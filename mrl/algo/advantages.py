@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mrl.algo.own_functions import load_registered, unload
+from mrl.algo.own_functions import load_registered, refuse_taken, unload
 from mrl.algo.rows import RowValues, on_tokens, second_moment, total
 from mrl.algo.spec import ADVANTAGES, BY_TURN
 from mrl.algo.turn_credit import SESSION, TurnAdvantages, TurnNumbers, compared, paired, turn_returns
@@ -207,9 +207,7 @@ def register_advantage(name: str, whitened: bool = False) -> Callable[[Advantage
     """
 
     def bind(function: AdvantageFunction) -> AdvantageFunction:
-        if name in ADVANTAGE_FUNCTIONS:
-            allowed = ", ".join(ADVANTAGE_FUNCTIONS)
-            raise ConfigError(f"register_advantage: the name {name!r} is taken; taken: {allowed}")
+        refuse_taken(name, function, ADVANTAGE_FUNCTIONS, _DECORATOR)
         ADVANTAGE_FUNCTIONS[name] = function
         WHITENED.update({name} if whitened else ())
         return function
@@ -238,7 +236,7 @@ def tried_advantage(path: str, adv_estimator: str) -> Iterator[None]:
     try:
         yield
     finally:
-        unload(path, _DECORATOR)
+        unload(path)
         for name in ADVANTAGE_FUNCTIONS.keys() - functions.keys():
             del ADVANTAGE_FUNCTIONS[name]
         WHITENED.intersection_update(of_batch)

@@ -22,7 +22,7 @@ from mrl.algo.aggregate import (
     masked,
     sequence_mean,
 )
-from mrl.algo.own_functions import load_registered
+from mrl.algo.own_functions import load_registered, refuse_taken
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.algo.spec import FORWARD_OVER_TOP_K, KL_TYPES, LOG_RATIO_LIMIT, OVER_TOP_K, REVERSE_OVER_TOP_K
 from mrl.errors import ConfigError
@@ -89,8 +89,7 @@ def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]
     """
 
     def bind(function: TokenLossFunction) -> TokenLossFunction:
-        if name in TOKEN_LOSSES:
-            raise ConfigError(f"register_loss: the name {name!r} is taken; taken: {', '.join(TOKEN_LOSSES)}")
+        refuse_taken(name, function, TOKEN_LOSSES, "register_loss")
         TOKEN_LOSSES[name] = function
         return function
 

@@ -58,24 +58,41 @@ def load_registered(path: str, key: str, decorator: str, name: str, table: Mappi
     Raises ConfigError where it does not; the message names the configuration's `key`.
     """
     file = Path(path).resolve()
-    module = _module_name(file, decorator)
-    before = set(table)
+    module = _module_name(file)
     if module not in sys.modules:
         _run_file(file, module, key)
     if name not in table:
-        registered = ", ".join(sorted(set(table) - before)) or "nothing"
+        registered = ", ".join(sorted(one for one, held in table.items() if _origin(held)[:1] == (str(file),)))
+        registered = registered or "nothing"
         raise ConfigError(
             f'{key}: {file} registers {registered}, not {name!r}; put @{decorator}("{name}") on the function'
         )
 
 
-def unload(path: str, decorator: str) -> None:
+def refuse_taken(name: str, function: Any, table: Mapping[str, Any], decorator: str) -> None:
+    """Raises ConfigError where `name` is bound to another function.
+
+    The same function of the same file may be bound again: a file runs anew after `unload`, or is also imported.
+    """
+    if name in table and (_origin(table[name]) != _origin(function) or not _origin(function)):
+        raise ConfigError(f"{decorator}: the name {name!r} is taken; taken: {', '.join(table)}")
+
+
+def _origin(function: Any) -> tuple[str, ...]:
+    """Returns the file and the name of a function; empty for other callables."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    return (code.co_filename, function.__qualname__)
+
+
+def unload(path: str) -> None:
     """Forgets that the file ran, so that the next load runs it anew."""
-    sys.modules.pop(_module_name(Path(path).resolve(), decorator), None)
+    sys.modules.pop(_module_name(Path(path).resolve()), None)
 
 
-def _module_name(file: Path, decorator: str) -> str:
-    return f"mrl_{decorator}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+def _module_name(file: Path) -> str:
+    return f"mrl_own_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
 
 
 def _run_file(file: Path, name: str, key: str) -> None:

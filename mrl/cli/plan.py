@@ -179,7 +179,7 @@ def _messages(options: argparse.Namespace, rank: int, worker: int) -> dict[str, 
     config = resolved.config
     model, substitute = _model(config.model.path)
     check(resolved, model)
-    plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout.model_dump(), model))
+    plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout, model))
     for name, number, count in (("RANK", rank, plan.train.world_size), ("WORKER", worker, plan.rollout.world_size)):
         if not 0 <= number < count:
             raise ConfigError(f"--messages: {name} {number} must be from 0 to {count - 1}")

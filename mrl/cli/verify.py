@@ -62,7 +62,7 @@ def _sync_verdict(options: argparse.Namespace) -> dict[str, Any]:
     config = resolved.config
     model, substitute = planning_model_spec(config.model.path)
     check(resolved, model)
-    plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout.model_dump(), model))
+    plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout, model))
     planned = perf_counter() - begun
     verdict = verify(plan, every_worker=options.all)
     return {

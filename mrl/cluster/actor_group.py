@@ -59,10 +59,10 @@ class RankOrder:
     @classmethod
     def of(cls, config: RunConfig, model: ModelSpec) -> "RankOrder":
         """Returns the order of a configuration. Raises ConfigError like TrainLayout.build."""
-        layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+        layout = TrainLayout.build(config.actor.layout, model)
         critic_layout = None
         if config.of_critic is not None:
-            critic_layout = TrainLayout.build(config.of_critic.actor.layout.model_dump(), model)
+            critic_layout = TrainLayout.build(config.of_critic.actor.layout, model)
         return cls(config, model, layout, teacher_of(config, load_model_spec), critic_layout)
 
 

@@ -247,7 +247,7 @@ def _full_recompute(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 def _uniform_groups(config: RunConfig | None, model: ModelSpec, layers: int) -> list[Violation]:
     if config is None or not config.actor.layout.world_size or check_train_layout(config.actor.layout, model):
         return []
-    layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+    layout = TrainLayout.build(config.actor.layout, model)
     counts = {count for stage in layout.chunk_layers for count in stage}
     if not any(count % layers for count in counts):
         return []

@@ -90,7 +90,8 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
             if str(violation) in of_actor:
                 continue
             if name.startswith("actor.layout."):
-                yield replace(violation, field=name.replace("actor.layout", _LAYOUT, 1))
+                allowed = () if name == "actor.layout.world_size" else violation.allowed  # other ranks than the actor's
+                yield replace(violation, field=name.replace("actor.layout", _LAYOUT, 1), allowed=allowed)
             elif name.startswith(_FIELDS):
                 yield replace(violation, rule=f"{violation.rule} (in {_LAYOUT})")
 

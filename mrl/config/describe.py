@@ -23,6 +23,7 @@ def describe_loss(config: RunConfig) -> str:
         f"clip {loss.clip_ratio_low:g}/{loss.clip_ratio_high:g}",
         f"dual clip {loss.clip_ratio_c:g}" if spec is not None and spec.has_dual_clip else "",
         f"{algorithm.kl_loss_type} KL x {algorithm.kl_loss_coef:g}" if algorithm.use_kl_loss else "",
+        f"{algorithm.kl_penalty} KL x {algorithm.kl_ctrl.kl_coef:g} off rewards" if algorithm.use_kl_in_reward else "",
         f"entropy x {algorithm.entropy_coeff:g}" if algorithm.entropy_coeff else "",
         f"{updates} update{'s' if updates != 1 else ''} per rollout",
         *_what_is_trained_on(config),

@@ -121,7 +121,8 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield from narrow_first_chunk(degrees, teacher, f"{_TEACHER}.layout")
     for violation in check_train_layout(degrees, teacher):
         if own:
-            yield replace(violation, field=f"{_TEACHER}.layout.{violation.field}")
+            allowed = () if violation.field == "world_size" else violation.allowed  # other ranks than the actor's
+            yield replace(violation, field=f"{_TEACHER}.layout.{violation.field}", allowed=allowed)
             continue
         why = f"{violation.field} {violation.rule}; left out, the teacher lies as the actor"
         yield Violation(f"{_TEACHER}.layout", "must be set for this teacher", why)

@@ -55,10 +55,10 @@ def _one_agent(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         rule = "must be given where there is no path and no harness, and left out with one"
         why = "an agent is a command, a function of the file under path, or a harness"
         yield Violation("rollout.agent.command", rule, why)
-    for name in ("program", "arguments", "harness_config"):
+    for name, empty in (("program", None), ("arguments", ()), ("harness_config", {})):
         if getattr(agent, name) and agent.harness is None:
             yield Violation(
-                f"rollout.agent.{name}", "must be left out without a harness", "it is the harness's", (None,)
+                f"rollout.agent.{name}", "must be left out without a harness", "it is the harness's", (empty,)
             )
     if agent.harness is not None and agent.harness_config:
         from mrl.acting.harnesses import HARNESSES

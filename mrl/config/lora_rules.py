@@ -43,7 +43,7 @@ def _has_no_target(config: RunConfig, model: ModelSpec) -> bool:
 
 def _has_an_empty_stage(config: RunConfig, model: ModelSpec) -> bool:
     try:
-        layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+        layout = TrainLayout.build(config.actor.layout, model)
     except MrlError:  # which is said by itself
         return False
     return not all(map(sum, layout.chunk_layers))

@@ -64,10 +64,10 @@ def _cuts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if not block or any(quantised_faults(model)):
         return
     try:
-        train = TrainLayout.build(config.actor.layout.model_dump(), model)
+        train = TrainLayout.build(config.actor.layout, model)
+        of_workers = workers_fault(model, rollout_layout(config.rollout), block)
     except MrlError:  # another rule reports it
         return
-    of_workers = workers_fault(model, rollout_layout(config.rollout), block)
     if fault := ranks_fault(model, train, ranks_block(config)) or of_workers:
         rule = f"needs cuts between blocks of {block} x {block}: {fault}"
         why = "a block has one scale, which comes from all of it; choose degrees of parallelism that leave blocks whole"

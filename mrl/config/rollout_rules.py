@@ -16,6 +16,7 @@ from mrl.platforms.tuned_experts import lacking, shape_of_worker
 from mrl.reward.builtin_rules import ENVIRONMENT
 from mrl.reward.confine import given_environment
 from mrl.reward.items import ACC
+from mrl.units import MOST_OF_A_NODE
 
 _TP = "rollout.tensor_model_parallel_size"
 _DP = "rollout.data_parallel_size"
@@ -174,7 +175,8 @@ def _cluster(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     )
     why = f"{how} = {need} devices, and {config.cluster.nnodes} x {config.cluster.n_gpus_per_node} = {have} are there"
     per_node = -(-need // config.cluster.nnodes)
-    yield Violation("cluster.n_gpus_per_node", f"times nnodes must be at least {need}", why, (per_node,))
+    allowed = (per_node,) if per_node <= MOST_OF_A_NODE else ()
+    yield Violation("cluster.n_gpus_per_node", f"times nnodes must be at least {need}", why, allowed)
 
 
 def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -336,10 +338,8 @@ def _tools(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     from mrl.acting.verl_tool_config import CONFIG_KEY, VERL_TOOLS
 
     if not turns.tools and not turns.environments and not turns.mcp_servers:
-        known = (*SHIPPED, *SHIPPED_ENVIRONMENTS)
-        yield Violation(
-            "rollout.turns.tools", "must name a tool where there is no environment", "there is nothing to call", known
-        )
+        rule = "must name a tool where there is no environment"
+        yield Violation("rollout.turns.tools", rule, "there is nothing to call", SHIPPED)
     yield from _names("rollout.turns.tools", turns.tools, SHIPPED, turns.path, "function")
     if SEARCH in turns.tools and turns.index is None and turns.path is None:
         why = "search finds passages in a file; scripts/make_search_index.py writes one"

@@ -122,7 +122,9 @@ SCHEDULE_RULES = (
     _machines,
     RuleRow(
         "trainer.schedule",
-        lambda c, m: not schedule_of(c).is_synchronous and c.cluster.placement == "colocated",
+        lambda c, m: (
+            c.trainer.schedule != "sync" and not schedule_of(c).is_synchronous and c.cluster.placement == "colocated"
+        ),
         "must be sync where placement is colocated",
         "engines and ranks take turns on the same devices; cluster.placement: separate has both at work at once",
         ("sync",),

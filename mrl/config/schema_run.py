@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from mrl.config.section import PLAIN_NAME, PRINTABLE, Section, key, must_be
-from mrl.units import MOST_DEVICES
+from mrl.units import MOST_DEVICES, MOST_OF_A_NODE
 
 _EVERY = must_be(lambda n: n == -1 or n >= 1, "must be -1 or at least 1 step", "-1 switches it off", -1, 1)
 
@@ -209,7 +209,7 @@ class ClusterConfig(Section):
         "Devices of a node. On cpu: ranks of a node.",
         advice="An Atlas A3 node has 16, an A2 node 8.",
         ge=1,
-        le=1000,
+        le=MOST_OF_A_NODE,
         verl="trainer.n_gpus_per_node",
     )
     accelerator: str | None = key(

@@ -37,4 +37,4 @@ def teacher_of(config: RunConfig, read: Callable[[str], ModelSpec]) -> TeacherMo
     if not config.distillation.enabled:
         return None
     model = read(config.distillation.teacher_model.model_path)
-    return TeacherModel(model, TrainLayout.build(teacher_layout(config, model).model_dump(), model))
+    return TeacherModel(model, TrainLayout.build(teacher_layout(config, model), model))

@@ -40,7 +40,7 @@ def narrow_first_chunk(degrees: LayoutConfig, model: ModelSpec, field: str) -> I
     if model.tower is None:
         return
     try:
-        layout = TrainLayout.build(degrees.model_dump(), model)
+        layout = TrainLayout.build(degrees, model)
     except MrlError:  # which is said by itself
         return
     first = layout.chunk_layers[0][0]

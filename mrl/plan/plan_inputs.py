@@ -109,7 +109,7 @@ class PlanInputs:
         they were read. Raises ConfigError for an illegal layout, and for a calibration that cannot be used.
         """
         model = model.with_trained_tower(config.model.vision)
-        train = TrainLayout.build(config.actor.layout.model_dump(), model)
+        train = TrainLayout.build(config.actor.layout, model)
         if assumptions is None:
             assumptions = assumptions_of(config.cluster.calibration, device)
         pairs = device.pair and device.pair * most_pairs(config)
@@ -147,7 +147,7 @@ class PlanInputs:
         own = self.config.of_critic
         if own is None:
             return None
-        return replace(self, config=own, train=TrainLayout.build(own.actor.layout.model_dump(), self.model))
+        return replace(self, config=own, train=TrainLayout.build(own.actor.layout, self.model))
 
     @property
     def element_bytes(self) -> int:
@@ -260,7 +260,7 @@ def shape_of_actor(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
     and the tokens of its largest micro-batches. Two runs with the same ones measure the same.
     """
     recompute = recompute_of(config)
-    micro = update_micro_batch(config, TrainLayout.build(config.actor.layout.model_dump(), model))
+    micro = update_micro_batch(config, TrainLayout.build(config.actor.layout, model))
     return {
         "layout": config.actor.layout.model_dump(mode="json"),
         "recompute": asdict(recompute) | {"modules": sorted(recompute.modules)},
@@ -390,7 +390,7 @@ def process_groups(config: RunConfig, model: ModelSpec, actor: TrainLayout) -> i
     try:
         teacher = teacher_of(config, lambda path: planning_model_spec(path)[0])
         critic = config.of_critic
-        layout = critic and TrainLayout.build(critic.actor.layout.model_dump(), model)
+        layout = critic and TrainLayout.build(critic.actor.layout, model)
     except MrlError:
         return count
     if teacher is not None:

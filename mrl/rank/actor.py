@@ -108,7 +108,7 @@ class MegatronActor:
         self.model = load_model_spec(config.model.path, config.model.vision)
         self.held = self.model.holding(config.rollout.drafts_with_model)  # with its predicting layer, if it drafts
         self.trained = self.model.holding(config.actor.mtp.train)  # and if it is trained, which checkpoints have
-        self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
+        self.layout = TrainLayout.build(config.actor.layout, self.model)
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
         self.teacher = Teacher(config, self.platform) if config.distillation.enabled else None  # before random numbers

@@ -83,7 +83,7 @@ class MegatronCritic:
         self.rank = rank
         self.platform = platform
         self.model = model
-        self.layout = TrainLayout.build(config.actor.layout.model_dump(), model)
+        self.layout = TrainLayout.build(config.actor.layout, model)
         self.in_place = nullcontext
         self._has_own_groups = self.layout != of_actor
         if self._has_own_groups:

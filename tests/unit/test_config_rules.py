@@ -15,7 +15,7 @@ from mrl.config.rule_row import RuleRow
 from mrl.config.rules import RULES, check, notes, violations, with_rules
 from mrl.config.run_rules import PATH_RULES
 from mrl.config.schedule_rules import schedule_of
-from mrl.config.schema import schema_keys, schema_paths
+from mrl.config.schema import LayoutConfig, schema_keys, schema_paths
 from mrl.errors import LONGEST, ConfigError, InvalidConfig, Violation
 from mrl.model import ModelSpec, model_spec
 from mrl.model.registry import known_hf_config
@@ -467,6 +467,8 @@ def test_what_is_not_plain_is_described_too():
         "token mask 0.5 to 5, dynamic sampling, overlong penalty in the last 1 tokens, cut-off responses left out"
     )
     assert describe_loss(load_config(TINY, overrides=["algorithm.anchor=rollout"]).config).endswith(", anchor rollout")
+    in_rewards = load_config(TINY, overrides=["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k2"]).config
+    assert ", k2 KL x 0.001 off rewards, " in describe_loss(in_rewards)
 
 
 # --- rollout ----------------------------------------------------------------------------------------------------------
@@ -736,6 +738,23 @@ def test_any_key_may_be_the_refused_one(key):
     assert told(f"{key}=[[]]") == set()
 
 
+@pytest.mark.parametrize(
+    "feature",
+    [
+        ["actor.lora.rank=8"],
+        ["rollout.quantization=fp8", "model.dtype=bfloat16"],
+        [
+            "model.override_transformer_config={recompute_granularity: full, recompute_method: uniform, "
+            "recompute_num_layers: 1}"
+        ],
+        ["distillation.enabled=true", "distillation.teacher_model.model_path=Qwen3-30B-A3B"],
+    ],
+)
+def test_degrees_may_be_refused_beside_features_that_cut_weights_or_layers(feature):
+    for key in LayoutConfig.model_fields:
+        assert told(f"{L}{key}=[[]]", *feature) == set(), key
+
+
 def test_a_dotted_name_in_a_file_is_an_unknown_key_and_no_path(tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text(f"extends: {TINY}\nactor.optim.lr: 1\ntrainer: {{save_freq: 0}}\nmodel: {{path: Qwen3-30B-A3B}}\n")
@@ -743,6 +762,38 @@ def test_a_dotted_name_in_a_file_is_an_unknown_key_and_no_path(tmp_path):
         load_config(path)
     fields = [v.field for v in with_rules(refused.value).violations]
     assert fields[0] == "actor.optim.lr" and "trainer.save_freq" in fields
+
+
+# --- what is allowed is accepted --------------------------------------------------------------------------------------
+
+ALLOWED = {  # what is broken: the key
+    ("rollout.turns.max_turns=2",): "rollout.turns.tools",
+    ("rollout.agent.arguments=[x]", "rollout.agent.path=a.py"): "rollout.agent.arguments",
+    ("trainer.order=ready_first", "trainer.schedule=bounded", "cluster.placement=colocated"): "trainer.schedule",
+}
+
+
+@pytest.mark.parametrize(("given", "key"), ALLOWED.items())
+def test_an_allowed_value_is_accepted_where_it_was_asked_for(given, key):
+    (violation,) = (found for found in broken(*given) if found.field == key)
+    for value in violation.allowed:
+        listed = value
+        if key == "rollout.turns.tools":
+            listed = [value]
+        assert key not in [found.field for found in broken(*given, f"{key}={json.dumps(listed)}")], value
+
+
+def test_a_node_is_not_said_to_have_more_devices_than_it_may():
+    assert only("rollout.num_engines=998").allowed == (1000,)
+    assert only("rollout.num_engines=999").allowed == ()
+
+
+def test_a_second_model_is_not_said_to_need_other_ranks_than_the_actors():
+    critic = ["algorithm.adv_estimator=gae", "critic.layout={context_parallel_size: 2}"]
+    teacher = ["distillation.enabled=true", "distillation.teacher_model.model_path=Qwen3-30B-A3B"]
+    for given in (critic, [*teacher, "distillation.teacher_model.layout={context_parallel_size: 2}"]):
+        (violation,) = (found for found in broken(*given) if found.field.endswith("layout.world_size"))
+        assert violation.allowed == ()
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -482,7 +482,7 @@ def own_loss(folder, monkeypatch):
 
     yield written
     TOKEN_LOSSES.pop("own", None)
-    unload("own.py", "register_loss")
+    unload("own.py")
 
 
 def test_a_loss_whose_import_is_wrong_is_told_before_anything_starts(own_loss, monkeypatch):

@@ -16,7 +16,9 @@ from mrl.algo.advantages import (
     load_custom_advantage,
     register_advantage,
     response_advantages,
+    tried_advantage,
 )
+from mrl.algo.losses import TOKEN_LOSSES, load_custom_loss
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.errors import ConfigError
@@ -45,6 +47,25 @@ def test_the_pages_own_tests_pass(page, name):
     assert done.returncode == 0 and "right" in done.stdout, done.stderr
 
 
+def test_one_file_may_hold_the_loss_and_the_advantage(page):
+    """A rank loads both in one process; a start tries the advantage first, and may do so twice."""
+    (page / "both.py").write_text(FILES["my_loss.py"] + FILES["my_advantage.py"].partition('"""\n')[2])
+    try:
+        for _ in range(2):
+            with tried_advantage("both.py", "ranks"):
+                assert "ranks" in ADVANTAGE_FUNCTIONS
+            assert "ranks" not in ADVANTAGE_FUNCTIONS
+        load_custom_loss("both.py", "quadratic")
+        load_custom_advantage("both.py", "ranks")
+        with pytest.raises(ConfigError, match="registers quadratic, not 'cubic'"):
+            load_custom_loss("both.py", "cubic")
+        (page / "other.py").write_text(FILES["my_loss.py"])
+        with pytest.raises(ConfigError, match="'quadratic' is taken"):
+            load_custom_loss("other.py", "quadratic")
+    finally:
+        TOKEN_LOSSES.pop("quadratic", None)
+
+
 def test_an_advantage_gives_one_number_a_response():
     name = "of_one_number"
     register_advantage(name, whitened=True)(lambda inputs: np.zeros(1))
@@ -62,7 +83,7 @@ def test_an_advantage_gives_one_number_a_response():
 def test_what_is_wrong_with_a_file_is_said(page):
     load_custom_advantage("my_advantage.py", "ranks")
     load_custom_advantage("my_advantage.py", "ranks")
-    with pytest.raises(ConfigError, match=r"registers nothing, not 'other'"):
+    with pytest.raises(ConfigError, match=r"registers ranks, not 'other'"):
         load_custom_advantage("my_advantage.py", "other")
     with pytest.raises(ConfigError, match=r"custom_advantage\.path: .*gone\.py is no Python file"):
         load_custom_advantage("gone.py", "ranks")

@@ -455,6 +455,11 @@ def test_the_tiny_preset_is_legal_in_fp8_with_blocks_of_a_head():
     assert broken(*ON) == []
 
 
+def test_experts_that_an_engine_cannot_spread_are_a_violation_among_others():
+    found = {violation.field for violation in broken(*ON, "rollout.expert_parallel_size=2", "trainer.save_freq=0")}
+    assert found == {"rollout.expert_parallel_size", "trainer.save_freq"}
+
+
 def test_the_gap_is_corrected_where_nothing_is_said_of_it():
     resolved = load_config(TINY, overrides=ON)
     assert resolved.config.algorithm.rollout_correction.level == "token"
