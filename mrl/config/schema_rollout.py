@@ -40,7 +40,7 @@ class ValSamplingConfig(Section):
     top_k: int = key(
         -1,
         "Most likely tokens that validation responses are sampled from; -1: all.",
-        verl="actor_rollout_ref.rollout.val_kwargs.top_k",
+        rule=_NO_FILTER,
     )
 
 

@@ -481,6 +481,7 @@ def test_a_loss_that_reads_the_engines_log_probs_needs_the_whole_distribution(re
     assert "renormalised" in only("rollout.top_p=0.9", reader).why
     assert only("rollout.top_k=20", reader).allowed == (-1,)
     assert broken("rollout.val_kwargs={top_p: 0.7, top_k: 20}", reader) == []
+    assert only("rollout.val_kwargs.top_k=-5").allowed == (-1,), "vLLM refuses it, at the first validation"
 
 
 def test_without_such_a_reader_words_may_be_left_out_which_is_said():

@@ -355,6 +355,18 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         (["trainer.max_actor_ckpt_to_keep=3"], {"trainer.max_actor_ckpt_to_keep": 3}),
         ([ROLLOUT + "top_p=0.95", ROLLOUT + "top_k=20"], {"rollout.top_p": 0.95, "rollout.top_k": 20}),
         ([ROLLOUT + "top_k=0"], {"rollout.top_k": -1}),
+        ([ROLLOUT + "val_kwargs.top_k=0"], {"rollout.val_kwargs.top_k": -1}),
+        (  # a share of the decay where the script gives it (get_megatron_optimizer_param_scheduler)
+            ["actor_rollout_ref.actor.optim.lr_decay_steps=50",
+                "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=100",
+                "critic.optim.lr_decay_steps=50",
+                "critic.optim.lr_warmup_steps_ratio=0.1", "algorithm.adv_estimator=gae"],
+            {OPTIM + "lr_warmup_steps": 20, "critic.optim.lr_warmup_steps": 20},
+        ),
+        (  # verl-project/verl#6709
+            ["reward_model.overlong_buffer.enable=False", "reward_model.overlong_buffer.len=0"],
+            {"algorithm.overlong_buffer.enable": False, "algorithm.overlong_buffer.len": None},
+        ),
         (["actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=True"],
             {"algorithm.use_kl_loss": True}),
         ([ADAM + "use_precision_aware_optimizer=True", ADAM + "overlap_cpu_optimizer_d2h_h2d=True"],
@@ -1468,6 +1480,17 @@ def test_below_a_free_mapping_of_verls_any_name_is_one(key):
         (("skip.rollout.dump_dir=/x",), "not_applicable"),
         (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=4096",), "implied"),
         (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=1023",), "unsupported"),
+        (("actor_rollout_ref.rollout.max_model_len=null",), "implied"),
+        (("actor_rollout_ref.rollout.max_model_len=1024",), "implied"),
+        (("actor_rollout_ref.rollout.max_model_len=1023",), "unsupported"),  # responses end there
+        (  # padding of the layout is none of the engine's
+            (
+                "actor_rollout_ref.rollout.max_model_len=1025",
+                "data.max_prompt_length=513",
+                "actor_rollout_ref.actor.megatron.context_parallel_size=4",
+            ),
+            "implied",
+        ),
         (("reward_model.reward_manager=prime",), "renamed"),
         (("actor_rollout_ref.model.override_config.max_position_embeddings=null",), "implied"),
         (("+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=65536",), "renamed"),

@@ -82,6 +82,10 @@ def test_a_users_function_gets_its_arguments_and_may_import_its_neighbours(tmp_p
         ("compute_score = 3", "no function 'compute_score'; the file defines: no function"),
         ("async def compute_score(**_): return 1.0", "compute_score is async, and a reward is a plain function"),
         (
+            "class Judge:\n    async def __call__(self, **_): return 1.0\ncompute_score = Judge()",
+            "compute_score is async",
+        ),
+        (
             "def compute_score(text, truth): return 1.0",
             r"compute_score\(text, truth\) is called .* by the names data_source",
         ),

@@ -16,7 +16,7 @@ from mrl.tools.import_verl.handlers_drafts import DRAFT_HANDLERS, SPECULATION, s
 from mrl.tools.import_verl.handlers_engines import ENGINE_HANDLERS, sets_nothing
 from mrl.tools.import_verl.handlers_images import IMAGE_HANDLERS
 from mrl.tools.import_verl.handlers_lora import LORA_HANDLERS
-from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate
+from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate, schedule_length
 from mrl.tools.import_verl.handlers_schedule import SCHEDULE_HANDLERS
 from mrl.tools.import_verl.handlers_turns import TURN_HANDLERS
 from mrl.tools.import_verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
@@ -50,16 +50,20 @@ def _dtype(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("unsupported", o.key, o.value, "training and generation are in bfloat16 or float32", o.line)
 
 
-def _top_k(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Carries top_k over. 0 and -1 both mean all words."""
-    out.put("carried", o.key, "rollout.top_k", -1 if o.value == 0 else o.value, line=o.line)
-
-
 def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value:  # verl asks Python for its truth, so a text such as `yes` or `no` samples
         out.leave("implied", o.key, o.value, "temperature says it", o.line)
     else:
         out.put("renamed", o.key, "rollout.val_kwargs.temperature", 0.0, "do_sample: false is greedy", o.line)
+
+
+def _longest(o: Override, out: Import, settings: VerlSettings) -> None:
+    """Handles max_model_len. A response ends there, even if its own limit has not been reached."""
+    if o.value is None or (isinstance(o.value, int) and o.value >= settings.sample_limit):
+        out.leave("implied", o.key, o.value, "prompt and response limits together", o.line)
+    else:
+        why = "responses end where data.max_response_length says; take it down, or data.max_prompt_length"
+        out.leave("unsupported", o.key, o.value, why, o.line)
 
 
 def _response_length(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -136,11 +140,11 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
-    steps = settings.value("trainer.total_training_steps")
+    steps = schedule_length(o, settings)
     explicit = settings.value(A + "optim.lr_warmup_steps")
     if not o.value or (isinstance(explicit, int) and explicit > 0):
         out.leave("implied", o.key, o.value, "no warm-up by share", o.line)
-    elif not isinstance(steps, int):
+    elif steps is None:
         out.put("carried", o.key, "actor.optim.lr_warmup_steps_ratio", o.value, line=o.line)
     else:
         updates = int(o.value * steps) * settings.updates
@@ -307,8 +311,8 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
         )
     elif decider.startswith("rollout."):
         out.put("renamed", o.key, decider, o.value, line=o.line)
-    elif name == "max_model_len" and isinstance(o.value, int) and o.value >= settings.longest:
-        out.leave("implied", o.key, o.value, "no sample is longer than prompt and response limits together", o.line)
+    elif name == "max_model_len":
+        _longest(o, out, settings)
     else:
         _upstream(o, out, ENGINE, name, settings)
 
@@ -393,7 +397,9 @@ def _reward_manager(o: Override, out: Import, settings: VerlSettings) -> None:
 def _overlong(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.rpartition(".")[2]
     to = f"algorithm.overlong_buffer.{name}"
-    if name in ("enable", "len", "penalty_factor"):
+    if name == "len" and o.value == 0 and not settings.given(f"{o.key.removesuffix(name)}enable"):
+        out.leave("implied", o.key, o.value, "there is no penalty", o.line)
+    elif name in ("enable", "len", "penalty_factor"):
         out.put("renamed", o.key, to, o.value, line=o.line)
     elif name == "max_resp_len":
         same = o.value == settings.value("data.max_response_length")
@@ -505,7 +511,7 @@ HANDLERS: dict[str, Handler] = (
         MEGATRON + "dtype": _dtype,
         R + "dtype": _dtype,
         F + "megatron.": _reference,
-        R + "top_k": _top_k,
+        R + "max_model_len": _longest,
         R + "response_length": _response_length,
         R + "prompt_length": _response_length,
         R + "enable_expert_parallel": _engine,

@@ -6,7 +6,7 @@ from typing import Any
 from mrl.algo.spec import AGGREGATIONS, NEEDS_CRITIC
 from mrl.config.schema import LayoutConfig, verl_names
 from mrl.tools.import_verl.handlers_algorithm import Handler
-from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate
+from mrl.tools.import_verl.handlers_optimizer import gradient_clip, least_rate, schedule_length
 from mrl.tools.import_verl.keys import A, M, row_of
 from mrl.tools.import_verl.report import Import
 from mrl.tools.import_verl.verl_command import Override, VerlSettings
@@ -202,7 +202,7 @@ def _aggregation(o: Override, out: Import, settings: VerlSettings) -> None:
 def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     """Converts training steps, which verl's schedule counts, to the critic's updates, which mrl's counts."""
     name = o.key.rpartition(".")[2]
-    steps = settings.value("trainer.total_training_steps")
+    steps = schedule_length(o, settings)
     epochs = settings.given(_C + "ppo_epochs") or settings.epochs
     updates = epochs * -(-settings.prompts // (settings.given(_MINI) or settings.mini_batch))
     is_share = name == "lr_warmup_steps_ratio"
@@ -211,7 +211,7 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("implied", o.key, o.value, "lr_warmup_steps wins over a share", o.line)
     elif not isinstance(o.value, int | float) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no warm-up, and decay as long as the run", o.line)
-    elif is_share and not isinstance(steps, int):
+    elif is_share and steps is None:
         out.put("carried", o.key, "critic.optim.lr_warmup_steps_ratio", o.value, line=o.line)
     else:
         count = int(o.value * steps) if is_share else o.value

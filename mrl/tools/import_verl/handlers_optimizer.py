@@ -9,6 +9,15 @@ def _section(o: Override) -> str:
     return f"{o.key.rpartition('.')[0]}."
 
 
+def schedule_length(o: Override, settings: VerlSettings) -> int | None:
+    """Returns the training steps that verl takes a share of for a warm-up: those of the decay, or else of the run.
+
+    None where the script gives neither.
+    """
+    decay, run = settings.given(f"{_section(o)}lr_decay_steps"), settings.value("trainer.total_training_steps")
+    return next((steps for steps in (decay, run) if isinstance(steps, int) and steps > 0), None)
+
+
 def gradient_clip(o: Override, out: Import, settings: VerlSettings) -> None:
     """Handles clip_grad and its deprecated name grad_clip, which wins in verl where both are set."""
     verls = _section(o)

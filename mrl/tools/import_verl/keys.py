@@ -105,6 +105,13 @@ def _at_least(least: int) -> Callable[[Any], Any]:
     return lambda value: max(value, least) if isinstance(value, int) else value
 
 
+def _filter(count: Any) -> Any:
+    """Converts a number of likeliest tokens: 0 and -1 both mean all in vLLM."""
+    if count == 0:
+        return -1
+    return count
+
+
 def _limit(count: Any) -> Any:
     """Converts a number of prompts: verl takes all with anything below 1."""
     if count is None or (isinstance(count, int) and count < 1):
@@ -281,14 +288,15 @@ ROWS: dict[str, KeyRow] = {
     # --- rollout
     R + "name": _by_value("vllm is implied; vLLM generates in place of sglang and trtllm; any other engine is a loss"),
     R + "mode": _implied("vLLM's asynchronous engine is always used"),
-    R + "top_k": _SPECIAL,
+    R + "top_k": _to("rollout.top_k", _filter),
+    R + "val_kwargs.top_k": _to("rollout.val_kwargs.top_k", _filter),
     R + "rollout_world_size": _nothing("follows from the devices"),
     R + "pipeline_model_parallel_size": _missing("engines are cut by tensor, data and expert parallelism", 1),
     R + "infer_mode": _nothing("a matter of verl's engine"),
     R + "dtype": _SPECIAL,
     R + "response_length": _SPECIAL,
     R + "prompt_length": _SPECIAL,
-    R + "max_model_len": _implied("prompt and response limits together"),
+    R + "max_model_len": _by_value("implied where a sample fits; otherwise a loss: mrl has no limit of both together"),
     R + "calculate_log_probs": _implied("the engine's log-probs are always taken"),
     R + "do_sample": _by_value(
         "implied with vLLM, which does not read it; with another engine a loss, unless it is the default"

@@ -382,14 +382,19 @@ class VerlSettings:
         return max(1, self.devices // cut)
 
     @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sample, padded for the layout. 0 where the limits are not known."""
+    def sample_limit(self) -> int:
+        """Tokens of the longest sample. 0 where the limits are not known."""
         prompt = self.value(R + "prompt_length", "data.max_prompt_length")
         response = self.value(R + "response_length", "data.max_response_length")
         if not isinstance(prompt, int) or not isinstance(response, int):
             return 0
+        return prompt + response
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sample, padded for the layout. 0 where the limits are not known."""
         cuts = LayoutDegrees.of({**self.degrees, "world_size": 1}).sequence_parts
-        return -(-(prompt + response) // cuts) * cuts
+        return -(-self.sample_limit // cuts) * cuts
 
     @property
     def model_path(self) -> str | None:
