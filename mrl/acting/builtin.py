@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mrl.acting.environment import Environment, Reply
+from mrl.acting.environment import Environment, Reply, given_by
 from mrl.acting.text_arena import TEXTARENA, TextArena
 from mrl.acting.tool import Tool
 
@@ -78,7 +78,7 @@ class GuessTheNumber(Environment):
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
         """Raises ValueError for a row without a number in between, or without a guess."""
-        given = row["extra_info"]
+        given = given_by(row)
         self._low = int(given.get("low", 1))
         self._high = int(given.get("high", 100))
         if self._low > self._high:

@@ -59,6 +59,11 @@ class Reply:
     images: Sequence[Any] = ()
 
 
+def given_by(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a row's extra_info gives. A parquet file gives every row all keys, with None where it has none."""
+    return {key: value for key, value in row["extra_info"].items() if value is not None}
+
+
 class Environment:
     """Base class of environments. An instance belongs to one response."""
 

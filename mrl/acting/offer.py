@@ -41,7 +41,7 @@ class Offer:
         UnknownChoice.
         """
         if self.agent:
-            if self.of_tasks and "task" in extra_info:
+            if self.of_tasks and extra_info.get("task") is not None:
                 _check_task(extra_info)
             return ()
         selected = self._selected(extra_info.get(SELECTION))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from mrl.acting.environment import Environment, Reply
+from mrl.acting.environment import Environment, Reply, given_by
 from mrl.errors import ConfigError
 
 TEXTARENA = "textarena"
@@ -40,7 +40,7 @@ class TextArena(Environment):
 
     def reset(self, row: Mapping[str, Any], seed: int) -> None:
         """Begins the row's game. Raises ValueError for a row without a playable game."""
-        given = row["extra_info"]
+        given = given_by(row)
         self._chance: list[Any] | None = None
         self._moves = 0
         with self._own_chance():

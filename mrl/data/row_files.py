@@ -26,6 +26,7 @@ BATCH_BYTES = 256 * MIB
 ARRAY_BYTES = 2048 * MIB  # limit of a JSON array, which is held whole
 _IMAGES = "images"
 OTHER_THAN_TEXT = (_IMAGES, "videos")  # columns of verl's rows that hold no text
+PARQUET = ".parquet"
 _PARQUET = b"PAR1"  # how such a file begins
 # those of chat templates: of OpenAI's, and two older names of tools' answers
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation")
@@ -52,7 +53,7 @@ def read_rows(
     Raises DataError for a file that is missing, unreadable, of another kind or without the columns.
     """
     more = (*_READ_TOO, image_key)
-    readers = {".parquet": partial(_parquet_rows, more=more), ".jsonl": _jsonl_rows}
+    readers = {PARQUET: partial(_parquet_rows, more=more), ".jsonl": _jsonl_rows}
     for file in files:
         path = Path(file).expanduser()
         if path.suffix not in readers and not path.is_dir():
@@ -80,7 +81,7 @@ def read_foreign_rows(file: str) -> Iterator[RawRow]:
     """
     path = Path(file).expanduser()
     _refuse_missing(file, path)
-    if path.suffix == ".parquet":
+    if path.suffix == PARQUET:
         return _parquet_rows(path, ())
     if path.suffix not in (".jsonl", ".json"):
         raise DataError(
@@ -101,7 +102,7 @@ def may_have(file: str, column: str) -> bool:
     """
     read_foreign_rows(file)
     path = Path(file).expanduser()
-    if path.suffix == ".parquet":
+    if path.suffix == PARQUET:
         with suppress(pa.ArrowException, OSError, UnicodeDecodeError):  # of a file that reading refuses
             return column in pq.read_schema(path).names
         return False
@@ -261,7 +262,22 @@ def parse_row(
     if not isinstance(extra_info, dict | None):
         raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping", "extra_info")
     rest = {"data_source": row[source_key], "ground_truth": truth, "extra_info": extra_info or {}}
-    return _messages(row[prompt_key], prompt_key, bool(image_key)), rest
+    messages = _messages(row[prompt_key], prompt_key, bool(image_key))
+    if raw.file.endswith(PARQUET):
+        messages = _written(messages)
+    return messages, rest
+
+
+def _written(value: Any) -> Any:
+    """Returns a message of a parquet file without null fields, at any depth: of a call's arguments, too.
+
+    Parquet gives every message all fields of the struct, and those of other messages are null.
+    """
+    if isinstance(value, dict):
+        return {key: _written(field) for key, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [_written(each) for each in value]
+    return value
 
 
 def _wanted(column: str, image_key: str) -> str:
@@ -306,7 +322,6 @@ def _messages(prompt: Any, key: str, reads_images: bool) -> list[dict[str, Any]]
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             wanted = f"{key} holds a message that is not {{role: text, content: text}}"
             raise BadRow(f"{wanted}: {str(message)[:200]}", wanted)
-    # parquet gives every message all fields of the struct; a null one was not written
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
 
 

@@ -12,7 +12,7 @@ import pytest
 from mrl.data.dataset import PromptDataset, PromptParameters, load_chat_tokenizer, load_tokenizer, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
 from mrl.data.prompt_store import PromptStore
-from mrl.data.row_files import read_foreign_rows
+from mrl.data.row_files import parse_row, read_foreign_rows, read_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 
@@ -49,6 +49,24 @@ def write_parquet(path, rows):
 def load(files, tokenizer=None, **parameters):
     files = [files] if isinstance(files, str) else files
     return PromptDataset.load(files, tokenizer or CharTokenizer(), PromptParameters(**parameters))
+
+
+def test_a_call_in_a_message_of_parquet_has_its_own_arguments_alone(tmp_path):
+    """modelscope/ms-swift#6467 and #10125: Arrow gives every struct of a column the fields of all others."""
+
+    def called(**arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return row(
+            prompt=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        )
+
+    rows = [called(city="Paris"), called(sum="1+1", items=[1, 2])]
+    file = write_parquet(tmp_path / "a.parquet", rows)
+    read = [parse_row(raw, "prompt")[0] for raw in read_rows([file], "prompt")]
+    assert read == [each["prompt"] for each in rows]
+    written = [called(city=None)]
+    (raw,) = read_rows([write_jsonl(tmp_path / "a.jsonl", written)], "prompt")
+    assert parse_row(raw, "prompt")[0] == written[0]["prompt"], "JSON has what was written"
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"  # git-lfs docs/spec.md

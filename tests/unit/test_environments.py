@@ -296,6 +296,8 @@ def test_numbers_differ_by_row_and_lie_between_those_that_it_names():
         game.reset(row(low=4, high=6), seed)
         hidden.add(game._hidden)
     assert hidden == {4, 5, 6}
+    game.reset(row(low=None, high=None, guesses=None), 0)  # parquet gives every row the keys of all
+    assert 1 <= game._hidden <= 100
     with pytest.raises(ValueError, match="there is no number between low 2 and high 1"):
         GuessTheNumber().reset(row(low=2, high=1), 0)
 
@@ -312,6 +314,13 @@ def test_a_game_ends_after_as_many_guesses_as_its_row_allows(most):
 
 
 SCHEMAS = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "climb", "guess")]
+
+
+@pytest.mark.parametrize("given", [{}, {"task": None}])
+def test_an_agents_row_of_parquet_without_a_task_has_none(given):
+    assert Offer((), of_tasks=("repository",), agent=True).schemas(given) == ()
+
+
 OFFER = Offer((SCHEMAS[0], SCHEMAS[1]), {"stairs": (SCHEMAS[2],), "numbers": (SCHEMAS[3],)})
 
 

@@ -65,6 +65,12 @@ def throws(seed: int) -> list[int]:
     return drawn
 
 
+def test_a_game_without_a_seed_of_its_own_has_the_responses(dice):
+    """Parquet gives every row the keys of all, and a seed of None would be drawn from the clock."""
+    (throw, *_) = throws(3)
+    assert {begun(3, seed=None).act("[9]").text for _ in range(5)} == {f"It was {throw}."}
+
+
 def test_games_beside_each_other_draw_each_their_own(dice):
     """Turn about, and with others who draw between: each meets the throws of its seed."""
     seeds = [seed for seed in range(50) if len(throws(seed)) == 4][:3]

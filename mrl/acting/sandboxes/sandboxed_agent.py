@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mrl.acting.agent import ENDPOINT, REWARD_KEY, STOP, variables
-from mrl.acting.environment import IMAGES, Environment, Reply
+from mrl.acting.environment import IMAGES, Environment, Reply, given_by
 from mrl.acting.harnesses import HARNESSES, AgentContext, Harness, loop_path
 from mrl.acting.sandboxes.broker import Broker
 from mrl.acting.sandboxes.sandbox import STOPPED, VARIABLES, Sandbox, SandboxError
@@ -42,7 +42,8 @@ def sandboxed_agent(broker: Broker, spec: ToolsSpec) -> type[Environment]:
             self._stop = row.get(STOP)
             address = row.get(ENDPOINT)
             port = urlsplit(address).port if address else None
-            self._task = Task.of(row["extra_info"]) if TASK in row["extra_info"] else None
+            given = given_by(row)
+            self._task = Task.of(given) if TASK in given else None
             if self._task is None:
                 self._sandbox = broker.start(None, None, port)
             else:
