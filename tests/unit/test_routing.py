@@ -9,7 +9,9 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from mrl.rank import routing as module
 from mrl.rank.routing import Routing, _choosing
+from mrl.record.metrics import reduce_parts
 
 REAL = torch.tensor([True, True, False])  # the last one is padding
 
@@ -17,9 +19,9 @@ REAL = torch.tensor([True, True, False])  # the last one is padding
 class Router(TopKRouter):
     """One without Megatron's configuration."""
 
-    def __init__(self):
+    def __init__(self, layer_number: int = 1):
         torch.nn.Module.__init__(self)
-        self.weight, self.layer_number = torch.nn.Parameter(torch.zeros(4, 2)), 1
+        self.weight, self.layer_number = torch.nn.Parameter(torch.zeros(4, 2)), layer_number
 
 
 @pytest.fixture
@@ -93,3 +95,18 @@ def test_routes_are_kept_in_the_narrowest_numbers_that_hold_every_expert(experts
         assert chosen.tolist() == [[experts - 1, experts - 2]] * 3
     ((kept,),) = routing._recorded.values()
     assert kept.element_size() == bytes_each
+
+
+@pytest.mark.parametrize("stages", [[(1, 2)], [(1,), (2,)]], ids=["one stage", "two stages"])
+def test_loads_are_means_over_layers_however_a_pipeline_cuts_them(monkeypatch, stages):
+    monkeypatch.setattr(module.mpu, "get_tensor_and_data_parallel_group", lambda **_: None)
+    monkeypatch.setattr(module.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(module.dist, "get_rank", lambda _: 0)
+    loads = {1: [4, 0, 0, 0], 2: [1, 1, 1, 1]}  # of one expert alone, and of all alike
+    parts = []
+    for layers in stages:
+        model = SimpleNamespace(num_experts=4, moe_layers=(0, 1))
+        stage = Routing([torch.nn.Sequential(*map(Router, layers))], model, "disabled")
+        stage._load += torch.tensor([loads[layer] for layer in layers])
+        parts.append(stage.metrics())
+    assert reduce_parts(parts) == {"router/load/max": 2.5, "router/load/min": 0.5, "router/max_violation": 1.5}
