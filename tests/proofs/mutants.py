@@ -7,10 +7,11 @@ The mutants are in tests/proofs/mutants/ROOM.toml: a file, a text that stands in
 instead, and why that is wrong; with `equivalent`, why nobody can see it. One whose text is not there exactly once is
 stale and ends the script before anything runs.
 
-Each is put into a clone of the committed tree. First those unit tests run whose files name the mutated module, the
-module's own before all others. Then come those whose helpers name it, and those that name another module of its
-package, until one fails. Tests of the mutants' own texts are not among them: they would fail for each. Tests that fail
-without any mutant are left out, and named: such as hold seconds on a machine that others use.
+Each is put into a clone of the committed tree. First those unit tests run whose files name the mutated module. Then
+come those whose helpers name it, and those that name another module of its package, until one fails. The module's own
+file is before all others, and then those that have seen mutants of its room. Tests of the mutants' own texts are not
+among them: they would fail for each. Tests that fail without any mutant are left out, and named: such as hold seconds
+on a machine that others use.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -237,6 +238,7 @@ class Baseline:
 
     seconds: dict[str, float]  # by file
     left_out: list[str]  # tests that fail
+    seeing: Counter[tuple[str, str]] = field(default_factory=Counter)  # (room, file): mutants that its tests have seen
 
 
 def baseline(copy: Copy, files: list[str]) -> Baseline:
@@ -273,11 +275,15 @@ def judged(copy: Copy, mutant: Mutant, modules: dict[str, Named], known: Baselin
         for stage, files in stages(mutant, modules):
             if not files:
                 continue
-            own_first = sorted(files, key=lambda file: (own not in file, known.seconds.get(file, 0.0)))
+            own_first = sorted(
+                files,
+                key=lambda file: (own not in file, -known.seeing[mutant.room, file], known.seconds.get(file, 0.0)),
+            )
             left_out = [f"--deselect={test}" for test in known.left_out]
             code, output = copy.pytest(own_first, "-x", *left_out, limit_s=LIMIT_S)
             if by := seen_by(code, output):
                 row |= {"result": "killed", "stage": stage, "by": by}
+                known.seeing[mutant.room, by.partition("::")[0].rpartition("/")[2]] += 1
                 break
     if mutant.equivalent:
         row |= {"equivalent": mutant.equivalent, "result": "equivalent" if row["result"] == "survived" else "killed"}
