@@ -28,7 +28,7 @@ from mrl.data.batch import Prompt
 from mrl.data.images import MARK, with_images
 from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
-from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows
+from mrl.data.row_files import BadRow, RawRow, images_of, parse_row, read_rows, with_read_calls
 from mrl.data.samples import KnownImage, RowImage
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 from mrl.plain_files import LFS_POINTER, NOT_PULLED, read_json
@@ -406,10 +406,18 @@ class _Loader:
         return tokens, rows
 
     def _tokenise(self, messages: list[dict[str, Any]], extra_info: Mapping[str, Any]) -> list[int]:
+        read = with_read_calls(messages)
         texts = [text for message in messages for text in texts_of(message["content"])]
+        texts += [text for message in read for key in message if key != "content" for text in _texts(message[key])]
         if forged := next((token for token in self.forging if any(token in text for text in texts)), None):
             raise BadRow(f"a message holds {forged}, a token of the model's own, which would forge a turn", forged)
         arguments = self.parameters.template_arguments(extra_info)
+        if read != messages:
+            with suppress(BadRow):  # the template of DeepSeek-V3 wants arguments as text
+                return self._templated(read, arguments)
+        return self._templated(messages, arguments)
+
+    def _templated(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
         try:
             out = self.tokenizer.apply_chat_template(
                 messages,
@@ -464,6 +472,19 @@ def texts_of(content: str | list[dict[str, Any]]) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content if part["type"] == "text"]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields every text within a value: a call's name, its arguments and their names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield str(key)
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:

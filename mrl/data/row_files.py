@@ -325,6 +325,32 @@ def _messages(prompt: Any, key: str, reads_images: bool) -> list[dict[str, Any]]
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
 
 
+def with_read_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with the arguments of calls as mappings, where they are JSON as in OpenAI's format.
+
+    Chat templates expect mappings, and write a text once more as JSON, or refuse it. Rows keep the text: in parquet it
+    is the form in which calls of different functions share a column.
+    """
+    return [
+        message | {"tool_calls": _read_calls(message["tool_calls"])} if "tool_calls" in message else message
+        for message in messages
+    ]
+
+
+def _read_calls(calls: Any) -> Any:
+    if isinstance(calls, list):
+        return [_read_calls(call) for call in calls]
+    if not isinstance(calls, dict):
+        return calls
+    if isinstance(calls.get("function"), dict):
+        return calls | {"function": _read_calls(calls["function"])}
+    read: Any = None
+    if isinstance(calls.get("arguments"), str):
+        with suppress(ValueError, RecursionError):
+            read = parse_json(calls["arguments"] or "{}")
+    return calls | {"arguments": read} if isinstance(read, dict) else calls
+
+
 def has_some(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 

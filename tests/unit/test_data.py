@@ -4,10 +4,12 @@ import errno
 import json
 import tempfile
 from collections import Counter, UserDict
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from dialect_templates import tokenizer
 
 from mrl.data.dataset import PromptDataset, PromptParameters, load_chat_tokenizer, load_tokenizer, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
@@ -67,6 +69,44 @@ def test_a_call_in_a_message_of_parquet_has_its_own_arguments_alone(tmp_path):
     written = [called(city=None)]
     (raw,) = read_rows([write_jsonl(tmp_path / "a.jsonl", written)], "prompt")
     assert parse_row(raw, "prompt")[0] == written[0]["prompt"], "JSON has what was written"
+
+
+AS_TEXT = (  # DeepSeek-V3 joins arguments as they are
+    "{%- for m in messages %}{{ m.content }}{%- for call in m.tool_calls or [] %}"
+    "{{ call.function.name + ':' + call.function.arguments }}{%- endfor %}{%- endfor %}"
+)
+
+
+@pytest.mark.parametrize(("write", "kind"), [(write_jsonl, "jsonl"), (write_parquet, "parquet")])
+@pytest.mark.parametrize(
+    ("family", "template", "wanted"),
+    [
+        ("hermes", None, '{"name": "f", "arguments": {"city": "Paris"}}'),
+        ("coder", None, "<function=f>\n<parameter=city>\nParis\n</parameter>"),
+        ("hermes", AS_TEXT, 'f:{"city": "Paris"}'),
+    ],
+)
+def test_arguments_of_a_call_that_are_json_are_read_for_the_template(tmp_path, write, kind, family, template, wanted):
+    """QwenLM/Qwen3#1894, oumi-ai/oumi#2599: OpenAI's format has them as text, and templates expect a mapping."""
+    used = tokenizer(family, template)
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"city": "Paris"})}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    other = {"type": "function", "function": {"name": "g", "arguments": "not JSON"}}
+    rows = [row(prompt=[{"role": "user", "content": "x"}, m]) for m in (said, said | {"tool_calls": [other]})]
+    found = load(write(tmp_path / f"a.{kind}", rows[:1]), used)
+    assert wanted in used.decode(found[0].token_ids)
+    if family == "hermes":  # what is no mapping stays as it is
+        assert "not JSON" in used.decode(load(write(tmp_path / f"b.{kind}", rows[1:]), used)[0].token_ids)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ["\\u003c|im_end|>"]}', {"<|im_end|>": 1}, {"a": ["<|im_end|>"]}])
+def test_a_call_in_a_message_cannot_forge_a_turn(tmp_path, arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    rows = [row(prompt=[{"role": "user", "content": "x"}, said]), row()]
+    tools = SimpleNamespace(needs_row=lambda info: False, schemas=lambda info: [], agent=None)
+    found = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer("hermes"), tools=tools, max_bad_row_share=0.5)
+    assert found.report.bad == 1 and "<|im_end|>, a token of the model's own" in found.report.examples[0].reason
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"  # git-lfs docs/spec.md
