@@ -130,8 +130,10 @@ class ChatText:
         functions = {tool["function"]["name"]: tool["function"] for tool in asked.tools}
         parameters = {name: typed_parameters(function["parameters"]) for name, function in functions.items()}
         read = self._dialect.said(turn, parameters, asked.wants_calls)
-        numbers = count()
-        calls = [ChatCall(f"call_{number}_{next(numbers)}", call.name, call.arguments or {}) for call in read.calls]
+        calls = []
+        for call in read.calls:
+            name, arguments = _with_placeholders([call.name, call.arguments or {}], {})
+            calls.append(ChatCall(f"call_{number}_{len(calls)}", name, arguments))
         return ChatMessage("assistant", read.content, tuple(calls), thought=read.thought)
 
     def has_call(self, turn: Sequence[int]) -> bool:
@@ -203,9 +205,11 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def _with_placeholders(value: Any, placeholders: Mapping[str, str]) -> Any:
-    """Replaces the tokens in all texts of a JSON value by their placeholders."""
+    """Replaces the tokens in all texts of a JSON value by their placeholders, and lone surrogates by question marks:
+    JSON may hold them, and neither tokenizers nor clients write them.
+    """
     if isinstance(value, str):
-        value = value.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates
+        value = value.encode("utf-8", "replace").decode()
         for character, token in placeholders.items():
             value = value.replace(token, character)
         return value

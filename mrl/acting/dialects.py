@@ -18,7 +18,7 @@ dialect is recognised by what the tokenizer's own template writes, not by the na
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
@@ -97,6 +97,7 @@ class Dialect:
         self.name = family.name
         self.family = family
         self.goes_on = goes_on
+        self._begins_in_thought = goes_on.rfind(THINK) > goes_on.rfind(THOUGHT)  # the template opens a thought
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token.content: number for number, token in added.items()}
@@ -137,9 +138,9 @@ class Dialect:
 
         Calls that cannot be read stay in the text, and without `with_calls` all do.
         """
-        thought, ids = self._without_thought(ids)
-        if ids and ids[-1] in self._ends:
+        if len(ids) and ids[-1] in self._ends:
             ids = ids[:-1]
+        thought, ids = self._without_thought(ids)
         content = ""
         calls = []
         while with_calls and self._added[OPEN] in ids:
@@ -158,13 +159,21 @@ class Dialect:
         return Said(self._text(thought).replace(THINK, "").strip(), content.strip(), tuple(calls))
 
     def _without_thought(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the tokens before the last </think>, and those behind it."""
+        """Returns the thoughts of a turn, and its other tokens. Thoughts end with the last </think>; without any, where
+        the first call begins, as in vLLM's parsers.
+        """
         ids = list(ids)
         thought = self._added.get(THOUGHT)
-        if thought not in ids:
-            return [], ids
-        end = len(ids) - ids[::-1].index(thought)
-        return ids[: end - 1], ids[end:]
+        if thought in ids:
+            end = len(ids) - ids[::-1].index(thought)
+            return ids[: end - 1], ids[end:]
+        begin = 0 if self._begins_in_thought else len(ids)
+        if self._added.get(THINK) in ids:
+            begin = ids.index(self._added[THINK])
+        end = len(ids)
+        if self._added[OPEN] in ids[begin:]:
+            end = ids.index(self._added[OPEN], begin)
+        return ids[begin:end], ids[:begin] + ids[end:]
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -388,32 +397,41 @@ def _of_pairs(name: str, text: str, pair: re.Pattern[str], opens: re.Pattern[str
     return ToolCall(name, arguments)
 
 
-FAMILIES = (
-    CallForm(
-        "Hermes JSON (Qwen3)",
-        Frame("<|im_end|>", "\n<|im_start|>user", "\n<tool_response>\n", "\n</tool_response>", "<|im_end|>\n"),
-        _read_json,
-        '{"name": "tool"',
-        '<tool_call>\n{"name": "NAME", "arguments": {"KEY": VALUE}}\n</tool_call>',
-        '\n{"name": "',
-        '", "arguments":',
-    ),
-    CallForm(
-        "XML (Qwen3-Coder)",
-        Frame("<|im_end|>", "\n<|im_start|>user\n", "<tool_response>\n", "\n</tool_response>\n", "<|im_end|>\n"),
-        _read_functions,
-        "<function=tool>",
-        "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
-        "\n<function=",
-        ">\n",
-    ),
-    CallForm(
-        "GLM-4.5",
-        Frame("<|observation|>", "", "\n<tool_response>\n", "\n</tool_response>", "<|assistant|>"),
-        _read_pairs,
-        "<arg_key>key</arg_key>",
-        "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
-        "",
-        "\n",
+_JSON = CallForm(
+    "Hermes JSON (Qwen3)",
+    Frame("<|im_end|>", "\n<|im_start|>user", "\n<tool_response>\n", "\n</tool_response>", "<|im_end|>\n"),
+    _read_json,
+    '{"name": "tool"',
+    '<tool_call>\n{"name": "NAME", "arguments": {"KEY": VALUE}}\n</tool_call>',
+    '\n{"name": "',
+    '", "arguments":',
+)
+_XML = CallForm(
+    "XML (Qwen3-Coder)",
+    Frame("<|im_end|>", "\n<|im_start|>user\n", "<tool_response>\n", "\n</tool_response>\n", "<|im_end|>\n"),
+    _read_functions,
+    "<function=tool>",
+    "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+    "\n<function=",
+    ">\n",
+)
+_PAIRS = CallForm(
+    "GLM-4.5",
+    Frame("<|observation|>", "", "\n<tool_response>\n", "\n</tool_response>", "<|assistant|>"),
+    _read_pairs,
+    "<arg_key>key</arg_key>",
+    "<tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>",
+    "",
+    "\n",
+)
+_OTHER_FRAMES = (
+    replace(_XML, name="XML (Qwen3.5)", frame=_JSON.frame),
+    replace(
+        _PAIRS,
+        name="GLM-4.7",
+        frame=Frame("<|observation|>", "", "<tool_response>", "</tool_response>", "<|assistant|>"),
+        example="<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
+        named="",
     ),
 )
+FAMILIES = (_JSON, _XML, _PAIRS, *_OTHER_FRAMES)

@@ -52,10 +52,10 @@ def arguments(rng: random.Random, name: str) -> dict[str, Any]:
     return {key: values[key] for key in PARAMETERS[name] if rng.random() < 0.7}
 
 
-def turn(rng: random.Random, calls: int, thinks: bool = True) -> dict[str, Any]:
-    """A message of the model, with so many calls at once."""
+def turn(rng: random.Random, calls: int, thinks: float = 0.8) -> dict[str, Any]:
+    """A message of the model, with so many calls at once. `thinks`: how often it has a thought."""
     message: dict[str, Any] = {"role": "assistant", "content": text(rng).strip()}
-    if thinks and rng.random() < 0.8:
+    if thinks and rng.random() < thinks:
         message["reasoning_content"] = text(rng) + "."
     if calls:
         names = [rng.choice(list(PARAMETERS)) for _ in range(calls)]
@@ -91,7 +91,10 @@ class Family:
         self.own = set(tokens.get_added_vocab().values())
         self.thought = [tokens.convert_tokens_to_ids(token) for token in (THINK, THOUGHT)]
         _, mark, thought = self.dialect.goes_on.partition(THINK)
-        self.no_thought = mark + thought  # what the prompt holds where the model is not to think
+        self.begun = mark + thought  # what the prompt holds of the turn: an empty thought, or the beginning of one
+        self.thinks = 0.8
+        if self.begun:  # where one is begun by the prompt, an empty one merges with it
+            self.thinks = 0.0 if THOUGHT in self.begun else 1.0
 
     def ids(self, said: str) -> list[int]:
         """Tokens of a text that the template wrote."""
@@ -110,7 +113,7 @@ class Family:
         messages = [{"role": "system", "content": text(rng)}, {"role": "user", "content": text(rng)}]
         for _ in range(rng.randint(1, 4)):
             is_asked = kind == "spoken to" and rng.random() < 0.6
-            said = turn(rng, 0 if is_asked else rng.randint(1, 3), not self.no_thought)
+            said = turn(rng, 0 if is_asked else rng.randint(1, 3), self.thinks)
             sampled = self.spoken(messages, said) if is_asked else self.called(messages, said)
             if not is_asked:
                 wanted = [ToolCall(**call["function"]) for call in said["tool_calls"]]
@@ -144,7 +147,7 @@ class Family:
         whole = self.written([*messages, said, {"role": "tool", "content": "x"}])
         start = self._start(messages, whole)
         sampled = whole[len(start) : whole.index(end, len(start)) + len(end)]
-        return self.ids(sampled.removeprefix(self.no_thought))
+        return self.ids(sampled.removeprefix(self.begun))
 
     def spoken(self, messages: list, said: Mapping[str, Any]) -> list[int]:
         """The same of a turn without calls, which a user answers."""
@@ -152,11 +155,11 @@ class Family:
         whole = self.written([*messages, said])
         start = self._start(messages, whole)
         sampled = whole[len(start) :].removesuffix("\n").removesuffix(self.tokens.convert_ids_to_tokens(end))
-        return [*self.ids(sampled.removeprefix(self.no_thought)), end]
+        return [*self.ids(sampled.removeprefix(self.begun)), end]
 
     def _start(self, messages: list, whole: str) -> str:
         """The template's text up to where a turn begins, its thought included."""
-        start = self.written(messages, add_generation_prompt=True).removesuffix(self.no_thought)
+        start = self.written(messages, add_generation_prompt=True).removesuffix(self.begun)
         assert whole.startswith(start)
         return start
 

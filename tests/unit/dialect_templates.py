@@ -1,4 +1,4 @@
-"""Tokenizers with the framing tokens of three families, and templates that frame conversations as those families do.
+"""Tokenizers with the framing tokens of five families, and templates that frame conversations as those families do.
 
 Written for these tests: what families publish besides (dates, roles of developers, images) is left out.
 """
@@ -74,6 +74,19 @@ GLM = """[gMASK]<sop>
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
+_JSON_CALL = HERMES[HERMES.index("{%- if not loop.first or m.content") : HERMES.index("{%- endfor %}{{ '<|im_end|>")]
+_XML_CALL = CODER[CODER.index("{{- '\\n<tool_call>") : CODER.index("{%- endfor %}{{ '<|im_end|>")]
+_XML_CALL = _XML_CALL.replace("'\\n<tool_call>", "('\\n' if not loop.first or m.content else '') + '<tool_call>")
+# answers as Qwen3's template has them, calls as Qwen3-Coder's, and the model goes on inside of a thought
+QWEN35 = (
+    HERMES.replace(_JSON_CALL, _XML_CALL)
+    .replace("{%- if m.reasoning_content or loop.last %}", "{%- if true %}")
+    .replace("</think>\\n\\n' }}{% endif %}", "</think>\\n\\n' }}{% else %}{{ '<think>\\n' }}{% endif %}")
+)
+# GLM-4.5's without line ends, and with the same
+GLM47 = GLM.replace("{{ '\\n' + m.content }}", "{{ m.content }}").replace("\\n", "")
+GLM47 = GLM47.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}")
+
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 _SAID = (
     "{%- macro said(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
@@ -96,7 +109,7 @@ TOKENS = {
         ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<arg_key>",
             "</arg_key>", "<arg_value>", "</arg_value>"]),
 }  # fmt: skip
-TEMPLATES = {"hermes": HERMES, "coder": CODER, "glm": GLM}
+TEMPLATES = {"hermes": HERMES, "coder": CODER, "glm": GLM, "qwen3.5": QWEN35, "glm-4.7": GLM47}
 WORDS = [
     "the",
     "answer",
@@ -139,7 +152,7 @@ def _trained(family: str) -> str:
 
 def tokenizer(family: str, template: str | None = None) -> PreTrainedTokenizerFast:
     """One of its own for each call: trained once, and read again."""
-    core = Tokenizer.from_str(_trained("glm" if family == "glm" else "hermes"))
+    core = Tokenizer.from_str(_trained("glm" if family.startswith("glm") else "hermes"))
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>")
     made.chat_template = template or TEMPLATES[family]
     return made

@@ -15,7 +15,7 @@ from mrl.acting.chat_text import ChatText, characters
 from mrl.acting.dialects import dialect_of
 from mrl.data.parameter_types import typed_parameters, value_of
 
-FAMILIES = ("hermes", "coder", "glm")
+FAMILIES = ("hermes", "coder", "glm", "qwen3.5", "glm-4.7")
 TOOL = {
     "type": "function",
     "function": {
@@ -31,6 +31,7 @@ CALLS = {
     "glm": "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>café</arg_value>\n<arg_key>n</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call>",
 }
+CALLS |= {"qwen3.5": CALLS["coder"], "glm-4.7": CALLS["glm"].replace("\n", "")}
 TEXTS = [
     "It is 408.",
     "naïve café 数学",
@@ -113,12 +114,13 @@ def test_what_follows_an_answer_is_what_the_template_writes_there(family):
     """For messages of users too, wherever the template goes on from what it wrote before."""
     before = [ChatMessage("user", "12*34?"), ChatMessage("assistant", "It is 408.")]
     for new in (
+        [],  # the model is to say more
         [ChatMessage("user", "Sure?")],
         [ChatMessage("tool", "408"), ChatMessage("user", "Sure?")],
         [ChatMessage("user", "Sure?"), ChatMessage("assistant", "Yes."), ChatMessage("user", "Really?")],
     ):
         whole = family.ids(family.written([*before, *new]))
-        head = family.ids(family.written(before[:1]))
+        head = family.ids(family.written(before[:1]).removesuffix("<think>\n"))
         ids = family.text.follow([], new, ())
         assert whole[: len(head)] == head and whole[-len(ids) :] == ids
         ended = family.text.follow([*family.ids("It is 408."), ids[0]], new, ())
@@ -132,7 +134,16 @@ def test_a_turn_as_a_message(family):
     arguments = {"q": "café", "n": 2}
     assert said.calls == (ChatCall("call_3_0", "search", arguments), ChatCall("call_3_1", "search", arguments))
     assert said.content == "Well." and said.thought == "hm <tool_call> hm"
-    assert family.text.said(family.ids("It is 408."), asked(), 1) == ChatMessage("assistant", "It is 408.")
+    assert family.text.said(family.ids("</think>It is 408."), asked(), 1) == ChatMessage("assistant", "It is 408.")
+
+
+def test_half_a_character_in_a_call_is_a_question_mark():
+    """Clients in Python cannot send it back: httpx encodes as UTF-8, which has no such character."""
+    family = Family("hermes")
+    arguments = {"q": ["\ud83d a", {"\udc00": 1}], "r": "\U0001f600"}
+    call = json.dumps({"name": "search", "arguments": arguments})
+    (call,) = family.text.said(family.ids(f"<tool_call>\n{call}\n</tool_call>"), asked(TOOL), 1).calls
+    assert call == ChatCall("call_1_0", "search", {"q": ["? a", {"?": 1}], "r": "\U0001f600"})
 
 
 @pytest.mark.parametrize("choice", [None, "none", {"type": "none"}])
@@ -152,7 +163,7 @@ def test_calls_that_nobody_offered_stay_in_the_text_as_they_were_written(family,
 def test_a_call_that_cannot_be_read_stays_text_and_others_are_calls(family):
     broken = "<tool_call>\n12*34\n</tool_call>"
     said = family.text.said(family.ids(f"{CALLS[family.name]}\n{broken} <tool_call>"), asked(TOOL), 1)
-    if family.name == "glm":  # whose calls without arguments are a name alone
+    if family.name.startswith("glm"):  # whose calls without arguments are a name alone
         assert len(said.calls) == 2 and said.content == "<tool_call>"
         return
     assert len(said.calls) == 1 and said.content == f"{broken} <tool_call>"
