@@ -112,7 +112,12 @@ class ChatMessage:
 
 
 def plain(value: Any) -> Any:
-    """Writes whole numbers as integers. A client in JavaScript writes 1.0 as 1."""
+    """Writes whole numbers as integers that a double holds. A client in JavaScript writes 1.0 as 1, and
+    1234567890123456789 as 1234567890123456800.
+    """
+    if isinstance(value, int) and abs(value) > 2**53:
+        with suppress(OverflowError):
+            return int(float(value))
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -614,7 +619,7 @@ def openai_usage(answer: ChatAnswer) -> dict[str, int]:
 
 def openai_error(status: int, why: str) -> dict[str, Any]:
     """Writes an error in OpenAI's form."""
-    return {"error": {"message": why, "type": _ERRORS.get(status, "api_error"), "param": None, "code": None}}
+    return {"error": {"message": why, "type": _kind_of(status), "param": None, "code": None}}
 
 
 def anthropic_whole(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
@@ -676,11 +681,14 @@ def _anthropic_finish(answer: ChatAnswer) -> str:
 
 def anthropic_error(status: int, why: str) -> dict[str, Any]:
     """Writes an error in Anthropic's form."""
-    return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": why}}
+    return {"type": "error", "error": {"type": _kind_of(status), "message": why}}
+
+
+def _kind_of(status: int) -> str:
+    return _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 _ERRORS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",

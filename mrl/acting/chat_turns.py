@@ -8,6 +8,7 @@ an answer of the model, t for a tool's:
     1: u1 -> a1                   u1 a1 t2               EXTENDS 1: t2 is new
     2: t2 -> a2, behind 1         u1 a1 t2               RETRIES: another answer to the same, a sibling of 2
                                   u1 a1 t2 a2 t3         EXTENDS 2
+                                  u1 a1 t2 a2            EXTENDS 2 without a message: the model is to say more
                                   u1 a1 t2'              BRANCHES from 1: "edited"
                                   u1 a1' t2              BRANCHES from the beginning: "forged", the model said a1
                                   u9                     BRANCHES from the beginning: "other"
@@ -73,7 +74,7 @@ class ChatPosition:
 
     move: Move
     parent: int | None  # the turn that it continues; None: it begins with a prompt of its own
-    messages: tuple[ChatMessage, ...]  # new messages behind that turn
+    messages: tuple[ChatMessage, ...]  # new messages behind that turn; none: the model is to say more
     why: Why | None = None  # reason of a branch
     question: int | None = None  # that it asks again
     again: int = 0  # how often that question has been asked before
@@ -110,12 +111,12 @@ class KeptTurns:
         return list(self._turns.values())
 
     def locate(self, asked: ChatRequest) -> ChatPosition:
-        """Finds where a request belongs. Raises BadRequest where it has nothing new to answer."""
+        """Finds where a request belongs. Raises BadRequest where it ends with calls that the model made."""
         first, nodes = self._known(asked)
         parent, known = self._deepest(nodes)
         new = asked.messages[known:]
-        if not new:
-            raise BadRequest("the conversation ends with what the model said: there is nothing to answer")
+        if not new and asked.messages[-1].calls:
+            raise BadRequest("the conversation ends with calls of the model, and nothing answers them")
         if not self._turns:
             return ChatPosition(Move.BEGINS, None, new)
         same = None

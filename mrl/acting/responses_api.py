@@ -69,6 +69,8 @@ def parse_responses(body: Any) -> ChatRequest:
     for name, why in _REFUSED.items():
         if body.get(name):
             raise BadRequest(f"`{name}` is {str(body[name])[:40]}, and {why}")
+    if "message.output_text.logprobs" in list_of(body, "include"):
+        raise BadRequest("`include` asks for log-probs, which are not given out: leave it out")
     messages = []
     if body.get("instructions"):
         messages.append(ChatMessage("system", text_of(body["instructions"])))

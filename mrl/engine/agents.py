@@ -277,7 +277,7 @@ class AgentSession:
         text = self._agents.text
         begun = text.begun(chat)
         raw = None
-        if position.messages[-1].role == TOKENS:
+        if position.messages and position.messages[-1].role == TOKENS:
             raw = [int(number) for number in position.messages[-1].content.split()]
             if self._agents.eyes is not None and self._agents.eyes.image_token in raw:
                 raise BadRequest("the prompt has tokens of an image, and no image comes with it: send messages")

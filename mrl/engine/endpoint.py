@@ -11,7 +11,9 @@
 
 Requests for another host name are refused (403), and so are keys of no open session (401). A body has at most
 BODY_BYTES (413), or more for a model that sees. A request that a session cannot answer gets a 400, which clients do not
-repeat. A stream is written at once, when the answer is complete. The endpoint runs in the event loop of its engine.
+repeat. A stream is written at once, when the answer is complete; if that takes longer than QUIET_S, it begins with
+comments, as clients end a stream that is silent (those of Node.js after five minutes). The endpoint runs in the event
+loop of its engine.
 """
 
 import asyncio
@@ -36,6 +38,7 @@ HOST = "127.0.0.1"
 MODEL = "policy"
 BODY_BYTES = 8 * 2**20
 BODY_WITH_IMAGES_BYTES = 64 * 2**20  # where bodies bring images, which clients send again with each request
+QUIET_S = 15.0  # longest time without a byte of a stream
 REWARD_PATH = "/v1/reward"
 _REWARD = re.compile("/(v1/)*reward")
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -179,10 +182,14 @@ def _key_of(request: web.Request) -> str:
 
 
 def _refused(request: web.Request, status: int, why: str) -> web.Response:
-    path = request.path.removesuffix("/count_tokens")
-    apis = (api for each, api in APIS.items() if path.endswith(each.removeprefix("/v1")))
-    api = next(apis, next(iter(APIS.values())))
-    return web.json_response(api.error(status, why), status=status)
+    return web.json_response(_form_of(request).error(status, why), status=status)
+
+
+def _form_of(request: web.Request) -> Api:
+    """Returns the form of a request's errors, also where its path is none of ours."""
+    openai, anthropic = APIS["/v1/chat/completions"], APIS["/v1/messages"]
+    is_anthropic = "anthropic-version" in request.headers or "messages" in request.path.split("/")
+    return anthropic if is_anthropic else openai
 
 
 async def _body(request: web.Request) -> Any:
@@ -205,13 +212,40 @@ def _handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
     async def handle(request: web.Request) -> web.StreamResponse:
         # in a thread: a body may have a hundred thousand messages
         asked = await asyncio.to_thread(api.parse, await _body(request))
-        answer = await request[_SESSION].ask(asked)
         if not asked.stream:
-            return web.json_response(api.whole(answer, asked))
-        events = "".join(_event(name, data) for name, data in api.events(answer, asked))
-        return web.Response(text=events, content_type="text/event-stream")
+            return web.json_response(api.whole(await request[_SESSION].ask(asked), asked))
+        asking = asyncio.ensure_future(request[_SESSION].ask(asked))
+        try:
+            return await _streamed(request, api, asked, asking)
+        finally:
+            if asking.cancel():  # nobody waits any more
+                await asyncio.wait([asking])
 
     return handle
+
+
+async def _streamed(
+    request: web.Request, api: Api, asked: ChatRequest, asking: "asyncio.Task[ChatAnswer]"
+) -> web.StreamResponse:
+    """Writes an answer as a stream once it is there. Raises BadRequest where nothing has been written by then."""
+    response = web.StreamResponse()
+    response.content_type = "text/event-stream"
+    while not (await asyncio.wait([asking], timeout=QUIET_S))[0]:
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(b":\n\n")
+    try:
+        events = list(api.events(asking.result(), asked))
+    except BadRequest as error:
+        if not response.prepared:
+            raise
+        events = [("error", api.error(400, str(error)))]
+    text = "".join(_event(name, data) for name, data in events)
+    if not response.prepared:
+        return web.Response(text=text, content_type="text/event-stream")
+    await response.write(text.encode())
+    await response.write_eof()
+    return response
 
 
 def _event(name: str, data: Any) -> str:

@@ -79,7 +79,7 @@ class SpokenTurns:
         return asked
 
     def locate(self, asked: ChatRequest) -> ChatPosition:
-        """Returns where a whole request belongs. Raises BadRequest where it has nothing new to answer."""
+        """Returns where a whole request belongs. Raises BadRequest where it ends with calls that the model made."""
         return self._kept.locate(asked)
 
     def _said(self, message: ChatMessage) -> ChatMessage:

@@ -189,6 +189,12 @@ def test_every_setting_that_is_not_followed_is_named_and_none_that_asks_for_noth
     assert len(APIS[path].parse(body | {f"a{i}": 1 for i in range(9999)}).overridden({})) == 64
 
 
+def test_log_probs_that_responses_include_are_refused():
+    with pytest.raises(BadRequest, match="log-probs"):
+        parse_responses({"input": "q", "include": ["message.output_text.logprobs"]})
+    assert parse_responses({"input": "q", "include": ["reasoning.encrypted_content"]}).overridden({}) == ("include",)
+
+
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize("asked", [{"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 5}])
 def test_what_would_be_answered_by_half_is_refused_by_name(path, asked):

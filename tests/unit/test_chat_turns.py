@@ -1,5 +1,6 @@
 """Where a client's request belongs among kept turns: the example of the module, and random sessions."""
 
+import json
 import random
 import time
 
@@ -67,6 +68,21 @@ def test_arguments_forged_in_a_call_are_another_history():
     assert ONE.locate(asked(U1, T2)).why is Why.EDITED
 
 
+def test_a_number_that_a_client_in_javascript_writes_anew_is_the_same():
+    """JSON.stringify(JSON.parse(text)) of Node 20: whole numbers beyond 2**53 are those of doubles."""
+    for text, anew in (
+        ("1234567890123456789", "1234567890123456800"),
+        ("100000000000000000000000000000000000000", "1e+38"),
+        ("9007199254740993", "9007199254740992"),
+        ("[-0.0, 1.0, 1e22]", "[0, 1, 1e+22]"),
+    ):
+        mine, other = (ChatMessage("assistant", "", (ChatCall("f", "f", {"a": json.loads(x)}),)) for x in (text, anew))
+        assert mine.key == other.key
+        assert mine.key != ChatMessage("assistant", "", (ChatCall("f", "f", {"a": 9007199254740991}),)).key
+    huge = ChatMessage("assistant", "", (ChatCall("f", "f", {"a": 10**400}),))  # beyond doubles
+    assert huge.key == huge.key
+
+
 def test_an_answer_of_which_a_client_keeps_the_calls_alone_is_gone_on_from():
     """As crewai's, agno's and haystack's clients do, which drop the text beside calls."""
     bare = said("", "f")
@@ -88,9 +104,20 @@ def test_an_answer_of_which_a_client_keeps_the_calls_alone_is_gone_on_from():
     assert kept.locate(asked(U1, A1, T2)).parent == 1
 
 
-def test_where_nothing_is_new_there_is_nothing_to_answer():
-    with pytest.raises(BadRequest, match="nothing to answer"):
+def test_behind_what_the_model_said_it_may_say_more_but_not_behind_its_calls():
+    """As OpenAI's and vLLM's servers have it; autogen's teams of one agent ask so."""
+    with pytest.raises(BadRequest, match="nothing answers them"):
         ONE.locate(asked(U1, A1))
+    more = asked(U1, A1, T2, A2)
+    assert TWO.locate(more) == ChatPosition(Move.EXTENDS, 2, ())
+    kept, _ = sampled((FIRST, A1), (SECOND, A2), (more, said("a3")))
+    assert kept.locate(more) == ChatPosition(Move.RETRIES, 2, (), question=3, again=1)
+    assert kept.locate(asked(U1, A1, T2, A2, said("a3"), T3)) == ChatPosition(Move.EXTENDS, 3, (T3,))
+    assert kept.locate(asked(U1, A1, T2, A2, T3)) == ChatPosition(Move.BRANCHES, 2, (T3,), Why.EDITED)
+    assert THREE.locate(more) == ChatPosition(Move.BRANCHES, 2, (), Why.EDITED)
+    number = kept.open(more, kept.locate(more))
+    kept.drop(number)
+    assert kept.locate(asked(*more.messages, said("a3"), T3)).parent == 3
 
 
 A, B, C, D, E = (said(name) for name in "ABCDE")
@@ -119,7 +146,7 @@ def test_what_is_asked_at_once_has_its_place_before_it_is_answered():
     assert both.open(SECOND, both.locate(SECOND)) == 2
     assert both.locate(SECOND) == ChatPosition(Move.RETRIES, 1, (T2,), question=2, again=1)
     assert both.locate(asked(U1, A1, T3)) == ChatPosition(Move.BRANCHES, 1, (T3,), Why.EDITED)
-    with pytest.raises(BadRequest, match="nothing to answer"):
+    with pytest.raises(BadRequest, match="nothing answers them"):
         both.locate(FIRST.__class__((U1, A1)))
     assert both.all_leaves == [2]
     both.drop(2)

@@ -18,14 +18,16 @@ from pathlib import Path
 import agent_functions
 import numpy as np
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from test_conversations import SAMPLING, TOKENS, called, ids, last_calls, spec
 
+from mrl.acting.chat_api import anthropic_error, openai_error
 from mrl.acting.environment_pool import EnvironmentPool, check_tools
 from mrl.acting.tool import ToolsSpec
 from mrl.cluster.scoring import outcomes
 from mrl.data.samples import STOP_REASONS, Sample, Samples, packed, with_turns
 from mrl.engine.conversations import Conversations
-from mrl.engine.endpoint import BODY_BYTES, Endpoint, Keys
+from mrl.engine.endpoint import BODY_BYTES, Endpoint, Keys, _refused
 from mrl.engine.requests import Request
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.reward.confine import landlock_version
@@ -380,6 +382,7 @@ def test_an_address_may_end_with_the_version_or_not_and_the_last_message_may_be_
     saw = tmp_path / "saw"
     user = {"role": "user", "content": "12*34?"}
     begun = {"messages": [user, {"role": "assistant", "content": "Observation: 408"}]}
+    said = "It is 408."
     asked = {"messages": [user], "max_tokens": 9}
     steps = [
         ["post", "/messages", asked],
@@ -389,14 +392,21 @@ def test_an_address_may_end_with_the_version_or_not_and_the_last_message_may_be_
         ["post", "/v1/messages", begun | {"max_tokens": 9}],
         ["post", "/v1/chat/completions", begun | {"continue_final_message": True}],
         ["post", "/chat/completions", begun],
+        [
+            "post",
+            "/chat/completions",
+            {"messages": [*begun["messages"], {"role": "assistant", "content": "It is 408."}]},
+        ],
     ]
-    (made,) = rows(Engine("Four.", "It is 408."), conversations(), [row({"steps": steps, "saw": str(saw)})])
-    short, empty, one, other, prefilled, going_on, last = json.loads(saw.read_text())
+    engine = Engine("Four.", said, "Is it?")
+    (made,) = rows(engine, conversations(), [row({"steps": steps, "saw": str(saw)})])
+    short, empty, one, other, prefilled, going_on, last, more = json.loads(saw.read_text())
     assert short["content"] == [{"type": "text", "text": "Four."}] and one == other
     assert empty["status"] == 400 and empty["said"]["type"] == "error"
     assert prefilled["status"] == going_on["status"] == 400
-    assert last["choices"][0]["message"]["content"] == "It is 408."
-    assert branches_of(made)[1].endswith(f"Observation: 408{END}\n{turn('It is 408.')}")
+    assert last["choices"][0]["message"]["content"] == said
+    assert more["choices"][0]["message"]["content"] == "Is it?"
+    assert branches_of(made)[1].endswith(f"Observation: 408{END}\n{turn(said)}\n{turn('Is it?')}")
 
 
 def test_completions_by_token_ids_go_on_from_the_tokens_that_they_begin_with(tmp_path):
@@ -1035,6 +1045,21 @@ def test_a_key_opens_its_own_session_alone_and_none_after_its_end():
     assert found == [200, 200, 401, 200]
 
 
+def test_errors_have_the_form_of_the_client_also_where_nothing_is_served():
+    of_anthropic = {"anthropic-version": "2023-06-01"}
+    for path, headers, form in (
+        ("/v1/messages/batches", {}, anthropic_error),
+        ("/messages/count_tokens", {}, anthropic_error),
+        ("/v1/files", of_anthropic, anthropic_error),
+        ("/v1/files", {}, openai_error),
+        ("/v1/responses/resp_1/cancel", {}, openai_error),
+    ):
+        refused = _refused(make_mocked_request("GET", path, headers), 404, "Not Found")
+        assert (refused.status, json.loads(refused.body)) == (404, form(404, "Not Found"))
+    assert openai_error(405, "")["error"]["type"] == "invalid_request_error"
+    assert openai_error(500, "")["error"]["type"] == "api_error"
+
+
 def test_a_port_that_is_taken_is_said():
     taken = Endpoint()
     with pytest.raises(EnvironmentFault, match=f"finds no port: 127.0.0.1:{taken.port}"):
@@ -1067,10 +1092,10 @@ import http.client, json, os, sys, time
 told = json.load(sys.stdin)
 host = told["url"].removeprefix("http://")
 key = {"x-api-key": os.environ["OPENAI_API_KEY"]}
-def ask(text=None):
+def ask(text=None, **more):
     connection = http.client.HTTPConnection(host, timeout=30)
     messages = told["row"]["prompt"] + ([{"role": "user", "content": text}] if text else [])
-    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages}), key)
+    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": messages} | more), key)
     return connection
 def until_sampled():
     while not os.path.exists("%s"):
@@ -1094,10 +1119,36 @@ def test_what_is_left_behind_by_an_agent_that_has_ended_is_sampled_no_further(tm
     assert time.monotonic() - began < 30 and len(engine.ended) == 1 and stop_of(made) == Stop.ENVIRONMENT
 
 
-def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path):
+STREAMS = """
+with ask(stream=True).getresponse() as answer:
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "text/event-stream")
+    open("%s", "wb").write(answer.read())
+"""
+
+
+def test_a_stream_whose_answer_takes_long_begins_with_comments(tmp_path, monkeypatch):
+    """Clients in Node.js give up five minutes after the last byte: fetch's headersTimeout and bodyTimeout."""
+    monkeypatch.setattr("mrl.engine.endpoint.QUIET_S", 0.02)
+    saw = tmp_path / "saw"
+    more = {"folders": (str(tmp_path),)}
+    made = hung_up(tmp_path, Slow(0.5, "Never.", "Four."), STREAMS % saw, **more)
+    text = saw.read_text()
+    assert text.startswith(":\n\n:\n\n") and text.endswith("data: [DONE]\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "Never."
+    assert text_of(made) == START + turn("Never.")
+    hung_up(tmp_path, Slow(0.5, CUT), STREAMS % saw, **more)  # what was begun as a stream ends so
+    _, _, error = saw.read_text().rpartition("event: error\ndata: ")
+    assert json.loads(error)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_client_that_is_gone_asked_for_is_sampled_no_further(tmp_path, monkeypatch, stream):
     """Without that the engine would be at it for a minute; the client asks again, as if it had not asked before."""
+    monkeypatch.setattr("mrl.engine.endpoint.QUIET_S", 0.02)
     engine = Slow(60.0, "Never.", "Four.")
-    program = "gone = ask()\nuntil_sampled()\ngone.close()\nassert ask().getresponse().status == 200\n"
+    program = f"gone = ask(stream={stream})\nuntil_sampled()\ntime.sleep(0.1)\ngone.close()\n"
+    program += "assert ask().getresponse().status == 200\n"
     began = time.monotonic()
     made = hung_up(tmp_path, engine, program)
     assert time.monotonic() - began < 30
