@@ -47,7 +47,7 @@ from mrl.rank.exchange import ROWS, Exchange
 from mrl.rank.handed_rows import HandedRows
 from mrl.rank.rank_batch import RankBatch
 from mrl.rank.row_results import RowResult
-from mrl.record.metrics import advantage_metrics
+from mrl.record.metrics import advantage_metrics, distribution
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers
 
@@ -212,6 +212,8 @@ class RankStep:
             penalty = total(of_rows["penalties"]) / len(self._rows)
             metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": self._rows.kl_coef}
             metrics["actor/reward_kl"] = total(of_rows["kl"]) / len(self._rows)
+            rewards = (self._rows.rewards - of_rows["penalties"])[self._rows.counted]
+            metrics |= distribution("critic/rewards", rewards)  # in place of the driver's, which lack the KL
             _check_kl(of_rows["kl"])
         if algorithm.overlong_filter:
             metrics["train/overlong_filtered_share"] = float(self._rows.overlong.mean())

@@ -119,6 +119,8 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
         penalties = coefficient * kl
         metrics |= {"actor/reward_kl_penalty": row_sums(penalties, lengths).mean(), "actor/kl_coef": coefficient}
         metrics["actor/reward_kl"] = np.mean([row.mean() for row in rows_of(kl, lengths)])
+        rewards = rollouts.rewards - row_sums(penalties, lengths)
+        metrics |= {f"critic/rewards/{name}": getattr(rewards, name)() for name in ("mean", "max", "min")}
     mask, weights, more = corrected(algorithm, old, rollout, samples.truncated, lengths)
     metrics |= more
     anchor = rollout if algorithm.anchor == "rollout" else old
