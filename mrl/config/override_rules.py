@@ -12,7 +12,8 @@ from mrl.config.override_fields import DDP, OPTIMIZER, TRANSFORMER, Effect, Fiel
 from mrl.config.rule_row import on_only_where
 from mrl.config.schema import RunConfig, leaf
 from mrl.config.upstream_fields import UPSTREAM_FIELDS, UpstreamClass
-from mrl.errors import UnknownValue, Violation, did_you_mean
+from mrl.config.yaml_tree import parse_yaml
+from mrl.errors import ConfigError, UnknownValue, Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 from mrl.platforms.versions import MEGATRON
@@ -144,7 +145,24 @@ def override_faults(
     judged.
     """
     upstream, fields = next((upstream, fields) for target, upstream, fields in _TARGETS if target == key)
-    return [*_names(key, upstream, fields, given, device), *_values(key, fields, _of_the_model(given, model), model)]
+    quoted = [] if upstream in UPSTREAM_FIELDS else list(_quoted(key, given))  # vLLM converts values
+    others = {name: value for name, value in given.items() if f"{key}.{name}" not in {fault.field for fault in quoted}}
+    values = _values(key, fields, _of_the_model(others, model), model)
+    return [*_names(key, upstream, fields, given, device), *quoted, *values]
+
+
+def _quoted(key: str, given: Mapping[str, Any]) -> Iterator[Violation]:
+    """Refuses numbers, booleans and lists in quotes, which Megatron's classes would take for text."""
+    for name, text in given.items():
+        if not isinstance(text, str):
+            continue
+        try:
+            value = parse_yaml(text, name).plain()
+        except ConfigError:
+            continue
+        if not isinstance(value, str):
+            why = "Megatron takes values as they are, and to it any text, also 'false', is true"
+            yield Violation(f"{key}.{name}", "must be written without quotes", why, (value,))
 
 
 def _of_the_model(given: Mapping[str, Any], model: ModelSpec | None) -> dict[str, Any]:

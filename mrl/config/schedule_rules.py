@@ -55,7 +55,7 @@ def schedule_notes(config: RunConfig, _: ModelSpec) -> Iterator[str]:
         )
     if schedule.max_staleness > 1 and config.algorithm.rollout_correction.level is None:
         yield (
-            f"algorithm.rollout_correction is off, and tokens are up to {schedule.max_staleness} updates old: the loss "
+            f"algorithm.rollout_correction is off, and tokens are up to {schedule.max_staleness} steps old: the loss "
             "takes them for those of the weights that the step begins with; level token, mode truncate, high 2 weighs "
             "them"
         )

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mrl.errors import Violation
+from mrl.units import counted
 
 Order = Literal["in_order", "ready_first"]
 OnStale = Literal["requeue", "drop"]
@@ -42,7 +43,7 @@ class Schedule:
     batch: int  # groups that a step trains on
     responses: int  # in a group
     max_tokens: int  # in a response
-    max_staleness: int = 0  # how many updates a token may be older than the weights that are trained with it
+    max_staleness: int = 0  # how many steps a token may be older than the weights that are trained with it
     order: Order = "in_order"
     partial_rollouts: bool = False  # a response may have tokens of several versions
     on_stale: OnStale = "requeue"
@@ -123,7 +124,7 @@ class Schedule:
         if slots is not None and slots > exist:
             idle = f", of {slots:,} that engines have room for"
         return (
-            f"no token is older than {self.max_staleness} updates: with the weights of step s at most "
+            f"no token is older than {counted(self.max_staleness, 'step')}: with the weights of step s at most "
             f"({self.max_staleness} + s + 1) x {self.batch:,} groups have been issued, and {self.max_groups:,} exist "
             f"at once ({exist:,} responses{idle})"
         )

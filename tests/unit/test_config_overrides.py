@@ -115,6 +115,22 @@ def test_a_value_under_which_the_actor_would_compute_something_else_is_refused_w
     assert found.rule.startswith("must be ") and len(found.allowed) == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("actor.override_ddp_config={overlap_grad_reduce: 'False'}", False),
+        ("model.override_transformer_config={moe_aux_loss_coeff: '1e-3'}", 1e-3),
+        ("model.override_transformer_config={recompute_modules: '[moe]'}", ["moe"]),
+        ("model.override_transformer_config={moe_grouped_gemm: 'true'}", True),
+        ("actor.optim.override_optimizer_config={optimizer_offload_fraction: '1'}", 1),
+    ],
+)
+def test_what_is_no_text_is_refused_in_quotes(override, allowed):
+    """To Megatron, whose dataclasses convert nothing, the text False is true. vLLM's convert (pydantic)."""
+    (found,) = broken(override)
+    assert found.rule == "must be written without quotes" and found.allowed == (allowed,)
+
+
 @pytest.mark.parametrize("name", ["speculative_config", "spec_method", "spec_model", "spec_tokens"])
 @pytest.mark.parametrize("value", ["ngram", "{}", "{method: mtp, num_speculative_tokens: 2}", "2"])
 def test_drafts_past_their_own_key_are_refused_by_name(name, value):

@@ -909,8 +909,8 @@ def test_what_cannot_be_together_is_refused(overrides):
 def test_what_runs_is_legal_and_its_bound_is_said(overrides):
     config = resolved_ahead(overrides)
     assert [v for v in violations(config, QWEN3_30B) if v.field.startswith("trainer.")] == []
-    staleness = 1 if "one_step_off" in overrides[0] else 2
-    assert any(f"no token is older than {staleness} updates" in note for note in notes(config, QWEN3_30B))
+    staleness, said = (1, "1 step:") if "one_step_off" in overrides[0] else (2, "2 steps:")
+    assert any(f"no token is older than {said}" in note for note in notes(config, QWEN3_30B))
     assert schedule_of(config.config).max_staleness == staleness
 
 
