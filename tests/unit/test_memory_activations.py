@@ -121,6 +121,18 @@ def test_recomputing_in_larger_groups_keeps_fewer_inputs_and_brings_more_back():
     assert four.chunk((LayerKind(False),) * 8)[1] == 4 * one.chunk((LayerKind(False),) * 8)[1] > 0
 
 
+def test_a_plan_holds_the_inputs_of_layers_of_all_micro_batches_in_flight():
+    """With full recomputation a layer leaves its input of 2 bytes an element (Korthikanti et al., arXiv:2205.05198,
+    section 5). Stage p of 4 has 4 - p micro-batches in flight under 1F1B (Narayanan et al., arXiv:2104.04473).
+    """
+    full = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+    given = ("actor.layout.pipeline_model_parallel_size=4", f"model.override_transformer_config={full}")
+    inputs = inputs_of("qwen3-30b-a3b/h100-4x8", *given)
+    batch = batch_plan(inputs.config, inputs.train)
+    second, third = (actor_bytes(inputs, batch, pp).activations for pp in (1, 2))
+    assert second - third == 12 * 10240 * 2048 * 2  # layers of a stage, tokens of a micro-batch, hidden
+
+
 @pytest.mark.parametrize("axis", [TP, CP])
 def test_cutting_the_sequence_over_ranks_divides_a_layer(axis):
     model = known_spec("Qwen3-30B-A3B")
