@@ -163,6 +163,12 @@ RUN_RULES = (
         "needs actor.router_replay: R3 and record.samples",
         "engines return routes only for that, and they are kept beside the samples",
     ),
+    on_only_where(
+        "record.trainer_log_probs",
+        lambda c, m: c.record.samples != "none",
+        "needs record.samples",
+        "they are kept beside the samples",
+    ),
     _profiler,
     RuleRow(
         f"{_PROFILE}.ranks",

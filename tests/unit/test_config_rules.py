@@ -296,6 +296,15 @@ LLAMA = (
 )
 
 
+def test_what_is_kept_beside_samples_needs_some():
+    kept = "record.trainer_log_probs=true"
+    assert (only(kept, "record.samples=none").field, only(kept, "record.samples=none").allowed) == (
+        "record.trainer_log_probs",
+        (False,),
+    )
+    assert broken(kept, "record.samples=3") == []
+
+
 @pytest.mark.parametrize(
     ("template", "given", "is_dated"),
     [
