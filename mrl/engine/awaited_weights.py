@@ -2,7 +2,7 @@
 
 vLLM's own load format `dummy` has two faults here. Its numbers are so small that all tokens are about equally likely.
 The check of batch order at the start would then compare next to nothing. It also overwrites buffers, which a sync does
-not write. The loader that vLLM calls stands in v0_common.py.
+not write. The loader that vLLM calls stands in v0_common.py, v0_23.py and v0_32.py.
 """
 
 from collections.abc import Iterable

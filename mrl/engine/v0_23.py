@@ -21,10 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+from vllm.model_executor.model_loader import register_model_loader
 
 from mrl.engine import ascend_wake, receive
+from mrl.engine.engine_state import AWAITED
 from mrl.engine.receive import InitInfo, open_path
-from mrl.engine.v0_common import CommonAdapter, CommonTransferEngine, CommonWorkerExtension, degrees_of
+from mrl.engine.v0_common import (
+    AwaitedWeights,
+    CommonAdapter,
+    CommonTransferEngine,
+    CommonWorkerExtension,
+    degrees_of,
+)
 from mrl.model.vllm_parameters import TargetParameter
 
 
@@ -66,6 +74,7 @@ def _cpu_experts(layer: nn.Module) -> Any:
 
 
 ADAPTER = Adapter()
+register_model_loader(AWAITED)(AwaitedWeights)
 
 
 @dataclass

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from mrl.engine.engine_state import AWAITED
 from mrl.engine.load_layout import ModuleBuffers, check_same_shapes
 from mrl.engine.read_back import PART_BYTES
 from mrl.engine.receive import InitInfo, UpdateInfo, open_path
@@ -24,6 +27,7 @@ from mrl.engine.route_capture import RouteCapture
 from mrl.engine.tower import text_of
 from mrl.engine.v0_common import (
     PACKED_EXPERTS,
+    AwaitedWeights,
     CommonAdapter,
     CommonTransferEngine,
     CommonWorkerExtension,
@@ -130,6 +134,23 @@ def _experts(layer: nn.Module) -> Any:
 
 
 ADAPTER = Adapter()
+
+
+@register_model_loader(AWAITED)
+class AwaitedWeightsTied(AwaitedWeights):
+    """The loader of awaited weights, of models whose output layer is tied where config.json says so."""
+
+    def create_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """Makes the model as config.json describes it.
+
+        Where the folder stores a copy of the embedding as output layer, vLLM 0.32 first unties the two, and ties them
+        again if the loaded ones are equal. No file is loaded here, and `check_checkpoint` has found them equal.
+        """
+        if model_config.word_embeddings_untied_by_checkpoint:
+            model_config.word_embeddings_untied_by_checkpoint = False
+            for config in (model_config.hf_config, model_config.hf_text_config):
+                config.tie_word_embeddings = True
+        return super().create_model(vllm_config, model_config, prefix)
 
 
 class TransferEngine(CommonTransferEngine):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
+from vllm.model_executor.model_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
@@ -33,7 +33,7 @@ from mrl.data.samples import ImageStore
 from mrl.engine.awaited_weights import fill
 from mrl.engine.constants import Constants, sha256_of
 from mrl.engine.drafter import ModelThatDrafts, drafting_model
-from mrl.engine.engine_state import AWAITED, TEXT_FOLDER
+from mrl.engine.engine_state import TEXT_FOLDER
 from mrl.engine.handshake import EngineDegrees
 from mrl.engine.load_layout import leaf_of, weight_bytes
 from mrl.engine.read_back import through_identity, unpacked, what_reading_shows
@@ -237,7 +237,6 @@ def _refresh_tied_head(model: nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-@register_model_loader(AWAITED)
 class AwaitedWeights(BaseModelLoader):
     """vLLM's loader of a model whose weights a sync will bring. Buffers stay as they were made.
 

@@ -1,9 +1,11 @@
 """Engines that wait for their first sync: what their parameters hold until then, and who may start so."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from mrl.config.load import load_config
@@ -72,3 +74,25 @@ def test_an_engine_waits_for_weights_where_it_loads_none(by_sync, own, awaits):
 def test_only_a_sync_that_is_proven_stands_in_for_a_load(path, may):
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", overrides=[f"reshard.path={path}"]).config
     assert first_sync_brings_all(config.reshard) is may
+
+
+def test_an_output_layer_is_tied_though_the_folder_stores_a_copy_of_the_embedding(tmp_path, monkeypatch):
+    """vLLM 0.32 unties such a model, and ties it again when its loader has found both equal; none is loaded here."""
+    from vllm.config import LoadConfig, ModelConfig
+    from vllm.model_executor.model_loader import BaseModelLoader, get_model_loader
+
+    from mrl.engine import v0_32
+    from mrl.engine.engine_state import AWAITED
+
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    whole = SimpleNamespace(tie_word_embeddings=True, text=SimpleNamespace(tie_word_embeddings=True))
+    whole.get_text_config = lambda: whole.text
+    untied = SimpleNamespace(model=str(tmp_path), revision=None, hf_config=whole, hf_text_config=whole.text)
+    ModelConfig.maybe_untie_word_embeddings(untied)
+    assert (whole.tie_word_embeddings, whole.text.tie_word_embeddings) == (False, False)
+    loader = get_model_loader(LoadConfig(load_format=AWAITED))
+    assert type(loader) is v0_32.AwaitedWeightsTied
+    monkeypatch.setattr(BaseModelLoader, "create_model", lambda self, of_all, of_model, prefix: of_model)
+    assert loader.create_model(None, untied) is untied
+    assert (whole.tie_word_embeddings, whole.text.tie_word_embeddings) == (True, True)
+    assert not untied.word_embeddings_untied_by_checkpoint
