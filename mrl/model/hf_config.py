@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 from mrl.errors import ConfigError, shown
@@ -439,6 +440,8 @@ def refuse_impossible(config: HfConfig) -> None:
             continue
         if most is not None and not (type(value) is int and least <= value <= most):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a whole number from {least} to {most}")
+        if isinstance(value, float) and not isfinite(value):
+            raise ConfigError(f"config.json: {key} = {value}: must be a finite number")
         if key in _NUMBERS and not (_is_number(value) and value > 0):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a number above 0")
         if key in _NUMBERS_OR_ZERO and not (_is_number(value) and value >= 0):

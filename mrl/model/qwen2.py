@@ -41,4 +41,5 @@ FAMILY = Family(
     seeing="SeeingQwen2_5_VL",
     inside=inner_tensors,
     wrapped_type="qwen2_5_vl_text",
+    wrapped_ties=True,
 )

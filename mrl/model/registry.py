@@ -164,7 +164,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     try:
-        config = read_json(file, TEXT_BYTES)
+        config = read_json(file, TEXT_BYTES, strict=False)  # transformers writes Infinity, as in Nemotron-H's
     except (FileNotFoundError, NotADirectoryError):
         if os.path.exists(path) and not os.path.isdir(path):
             raise EnvironmentFault(f"{path} is a file: {_NO_FOLDER}") from None
@@ -278,7 +278,7 @@ def own_config(config: HfConfig) -> HfConfig:
     family = wrapper_of(config)
     if family is None:
         return config
-    inside = (family.wrapped_type, family.wrapped_always)
+    inside = (family.wrapped_type, family.wrapped_always, family.wrapped_ties)
     return wrapped.text_config(config, family.architecture, family.model_type, *inside)
 
 

@@ -207,6 +207,9 @@ class Family:
     wrapped_type: str = ""  # model_type of the text model inside that model, if it is not `model_type`
     # keys of config.json that the class inside that model computes alike whatever they say
     wrapped_always: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    # whether transformers' class of that model also ties its embeddings where the text model's part of config.json
+    # alone says so, as transformers 4 wrote it; others read the outer key alone
+    wrapped_ties: bool = False
     engine_architecture: str = ""  # vLLM's class that engines use, if `engine_keys` name another one
     vllm_embedding: str = "model.embed_tokens.weight"
     # vLLM's class gives every worker the same number of experts, and key/value heads of its own

@@ -43,17 +43,23 @@ INSIDE = "model.language_model."  # prefix of the text model's tensors in files,
 _TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _OF_WHOLE = (*_TOKENS, "vision_end_token_id", "vision_token_id", "vision_config")
 _DTYPES = ("dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
 _ROTATIONS = ("rope_parameters", "rope_scaling")
 _SECTIONS = ("mrope_section", "mrope_interleaved")  # by them the positions of an image turn some pairs of a head
 _EXPERTS = re.compile(r"((?:model|mtp)\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj")
 
 
 def text_config(
-    config: HfConfig, architecture: str, model_type: str, inside: str = "", always: HfConfig = MappingProxyType({})
+    config: HfConfig,
+    architecture: str,
+    model_type: str,
+    inside: str = "",
+    always: HfConfig = MappingProxyType({}),
+    inner_ties: bool = False,
 ) -> dict[str, Any]:
     """Returns the text model's own config.json, from that of the whole. `architecture`, `model_type`: of the text
     model. `inside`: its model_type inside the whole, if that is another one. `always`: what its class inside the whole
-    computes whatever the configuration says.
+    computes whatever the configuration says. `inner_ties`: as `Family.wrapped_ties`.
 
     Raises ConfigError if the two disagree, the whole is of another type or weights are quantised.
     """
@@ -62,9 +68,11 @@ def text_config(
     has_inner = TEXT_CONFIG in config or not inside
     inner = required(config, TEXT_CONFIG) if has_inner else _without(config, *_OF_WHOLE)
     refuse_inner(config, [name for name in INNER_CONFIGS if name != TEXT_CONFIG])
-    tied = "tie_word_embeddings"
-    # transformers reads the outer one, vLLM the inner one
-    refuse_unless(f"{TEXT_CONFIG}.{tied}", bool(inner.get(tied)), bool(or_default(config, tied, False)))
+    is_tied = bool(or_default(config, _TIED, False))
+    if not inside:  # transformers reads the outer key, and vLLM's class the inner one
+        refuse_unless(f"{TEXT_CONFIG}.{_TIED}", bool(inner.get(_TIED)), is_tied)
+    if inner_ties and inner.get(_TIED):
+        is_tied = True
     for key in _TOKENS:
         if type(token := config.get(key, 0)) is not int:
             raise ConfigError(f"config.json: {key} = {shown(token)}: must be a whole number, or left out")
@@ -74,7 +82,7 @@ def text_config(
     for key, value in always.items():
         refuse_unless(f"{TEXT_CONFIG}.{key}", inner.get(key, value), value)
     # written out, since classes of text models are tied where the key is left out, and wholes are not
-    own = {**inner, **dtypes, **always, tied: bool(inner.get(tied)), "architectures": [architecture]}
+    own = {**inner, **dtypes, **always, _TIED: is_tied, "architectures": [architecture]}
     if not inside:
         return own
     if has_inner:

@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ from test_models import (
 from mrl.errors import ConfigError
 from mrl.model import class_keys, model_spec
 from mrl.model.hf_config import INNER_CONFIGS
-from mrl.model.registry import FAMILIES, known_hf_config, known_models
+from mrl.model.registry import FAMILIES, known_hf_config, known_models, known_spec
 from mrl.tools.family.config_keys import answer, attributes_read, unread_by_engines, unread_keys
 
 _VLLM = Path(vllm.__file__).parent
@@ -145,12 +146,36 @@ def test_keys_around_a_text_model_mean_what_they_mean_to_transformers_or_are_ref
         rest = {name: value for name, value in whole.items() if name != key}
         for changed in (rest, *({**rest, key: value} for value in (None, "llama", 1.5, 0, True, [3]))):
             if not isinstance(ours := _read(changed), str):
-                assert _as_transformers(changed) is not None, (key, changed.get(key, "absent"))
-                assert ours == plain
+                theirs = _as_transformers(changed)
+                assert theirs is not None, (key, changed.get(key, "absent"))
+                assert ours == replace(plain, tie_word_embeddings=theirs["tie_word_embeddings"])
                 taken.add(key)
     assert {"vision_config", "image_token_id", "tie_word_embeddings"} <= taken
     for name in ("llm_config", "decoder", "generator", "text_encoder"):
         assert f"{name} = " in _read({**whole, name: whole["text_config"]})
+
+
+@pytest.mark.parametrize("architecture", _WRAPPED)
+def test_embeddings_of_a_whole_are_tied_where_transformers_ties_them(architecture):
+    """transformers 5 writes the default of the text model's class beside the outer key, which alone decides.
+    transformers 4 wrote Qwen2.5-VL's inner key alone.
+    """
+    whole = {key: value for key, value in _whole(architecture).items() if key != "tie_word_embeddings"}
+    said = ({}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True})
+    read = set()
+    for outer, inner in itertools.product(said, repeat=2):
+        changed = {**whole, **outer, "text_config": whole["text_config"] | inner}
+        if not isinstance(ours := _read(changed), str):
+            assert ours.tie_word_embeddings is _as_transformers(changed)["tie_word_embeddings"]
+            read.add((str(outer), str(inner)))
+    # of the others, vLLM's class reads the inner key
+    assert len(read) == (9 if FAMILIES[architecture].wrapped_type else 5)
+
+
+@pytest.mark.parametrize("name", [name for name in known_models() if "text_config" in known_hf_config(name)])
+def test_a_whole_that_transformers_writes_again_is_the_same_model(name):
+    written = _as_transformers({key: value for key, value in known_hf_config(name).items() if key != "architectures"})
+    assert model_spec(written | {"architectures": known_hf_config(name)["architectures"]}) == known_spec(name)
 
 
 @pytest.mark.parametrize("architecture", _WRAPPED)

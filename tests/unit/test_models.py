@@ -414,3 +414,15 @@ def test_a_directory_is_read_and_its_faults_are_named(tmp_path):
         load_model_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     assert load_model_spec(tmp_path) == model_spec(QWEN3_30B_A3B)
+
+
+def test_infinity_as_transformers_writes_it_hides_no_other_reason(tmp_path):
+    """Nemotron-H's `time_step_limit` ends with it."""
+    nemotron = {"architectures": ["NemotronHForCausalLM"], "time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(nemotron))
+    with pytest.raises(ConfigError, match="state-space layers"):
+        load_model_spec(tmp_path)
+    for key, value in (("rope_theta", float("inf")), ("rms_norm_eps", float("nan")), ("other", -float("inf"))):
+        (tmp_path / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, key: value}))
+        with pytest.raises(ConfigError, match=f"{key} = .* must be a finite number"):
+            load_model_spec(tmp_path)
