@@ -112,6 +112,12 @@ def _routing(config: HfConfig) -> tuple[int, int, int]:
         return experts, 1, 1
     if experts // chosen != _GROUP_BEST:  # Megatron judges a group by this number of its experts
         refuse_unless("topk_group", chosen, f"half of num_experts_per_tok = {experts}")
+    if chosen > groups:
+        refuse_unless("topk_group", chosen, f"at most n_group = {groups}")
+    routed = required(config, "n_routed_experts", "num_local_experts")
+    if routed % groups or routed // groups * chosen < experts:
+        least = -(-experts // chosen)  # of a group's experts, so that the chosen groups have enough
+        refuse_unless("n_group", groups, f"a divisor of n_routed_experts = {routed} with {least} or more in a group")
     return experts, groups, chosen
 
 

@@ -276,8 +276,6 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
             "moe_aux_loss_coeff": 0.0,
             "moe_z_loss_coeff": None,
             "moe_router_bias_update_rate": 0.0,
-            # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
-            "moe_router_pre_softmax": not model.norm_topk_prob,
             "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
             "moe_shared_expert_gate": weight_map(model).has("mlp.shared_experts.gate_weight"),
         }

@@ -259,6 +259,8 @@ def _experts(m: ModelSpec) -> dict[str, Any]:
         "moe_ffn_hidden_size": m.moe_intermediate_size,
         "moe_router_topk": m.num_experts_per_tok,
         "moe_router_score_function": m.router_score,
+        # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
+        "moe_router_pre_softmax": not m.norm_topk_prob,
         "moe_router_enable_expert_bias": m.router_score == "sigmoid",
         "moe_router_topk_scaling_factor": m.routed_scaling_factor,
         "moe_router_num_groups": m.expert_groups if has_groups else None,

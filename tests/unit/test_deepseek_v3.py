@@ -144,6 +144,11 @@ def test_old_and_new_places_of_yarn_mean_the_same():
         ({"rope_scaling": YARN | {"original_max_position_embeddings": "4096"}}, "embeddings = '4096'"),
         ({"n_group": 0}, "n_group = 0"),
         ({"topk_group": 0}, "topk_group = 0"),
+        # transformers makes none of them, or chooses experts of groups that were not chosen
+        ({"n_group": 3}, "n_group = 3"),
+        ({"n_group": 8}, "n_group = 8"),
+        ({"num_experts_per_tok": 5}, "n_group = 4"),
+        ({"n_group": 2, "topk_group": 4, "num_experts_per_tok": 8}, "topk_group = 4"),
         ({"topk_group": [2]}, r"topk_group = \[2\]"),
         ({"mlp_layer_types": 3}, "mlp_layer_types = 3"),
         ({"quantization_config": "fp8"}, "quantization_config = fp8"),

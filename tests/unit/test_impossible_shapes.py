@@ -50,6 +50,18 @@ def test_one_expert_whose_weight_is_always_one_is_refused(architecture):
     assert model_spec(_config("OlmoeForCausalLM", **olmoe)).num_experts_per_tok == 1
 
 
+@pytest.mark.parametrize("architecture", ["OlmoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"])
+def test_megatron_takes_a_router_that_chooses_one_expert_by_its_share_of_all(architecture):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from mrl.rank.mapped_bridge import _experts
+
+    one = {**_ROUTED[architecture], "num_experts_per_tok": 1, "norm_topk_prob": False}
+    config = _experts(model_spec(_config(architecture, **one)))
+    made = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, add_bias_linear=False, **config)
+    assert made.moe_router_topk == 1 and made.moe_router_pre_softmax
+
+
 @pytest.mark.parametrize("name", ["Seed-OSS-36B", "Hy3"])
 def test_keys_that_mrl_gives_engines_are_not_replaced(name):
     overrides = 'rollout.engine_kwargs.vllm={"hf_overrides": {"rope_theta": 1.0}, "attention_backend": "HPC_ATTN"}'

@@ -42,6 +42,12 @@ def test_every_known_model_has_the_published_number_of_parameters():
         assert active_parameter_count(spec) / 1e9 == pytest.approx(active, rel=0.02), name
 
 
+def test_kimi_k2_thinking_has_its_own_epsilon():
+    """As slime's scripts/models/kimi-k2-thinking.sh has it; kimi-k2.sh has 1e-6."""
+    assert known_spec("Kimi-K2-Thinking").rms_norm_eps == 1e-5
+    assert known_spec("Kimi-K2-Instruct").rms_norm_eps == 1e-6
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [
