@@ -167,12 +167,10 @@ class Dialect:
         if thought in ids:
             end = len(ids) - ids[::-1].index(thought)
             return ids[: end - 1], ids[end:]
-        begin = 0 if self._begins_in_thought else len(ids)
-        if self._added.get(THINK) in ids:
+        end = ids.index(self._added[OPEN]) if self._added[OPEN] in ids else len(ids)
+        begin = 0 if self._begins_in_thought else end
+        if self._added.get(THINK) in ids[:end]:
             begin = ids.index(self._added[THINK])
-        end = len(ids)
-        if self._added[OPEN] in ids[begin:]:
-            end = ids.index(self._added[OPEN], begin)
         return ids[begin:end], ids[:begin] + ids[end:]
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -198,6 +198,12 @@ def test_a_thought_that_is_not_closed_is_no_text_and_ends_with_a_call(family):
         cut = tokens.encode(said + call, add_special_tokens=False)
         assert dialect.said(cut, PARAMETERS) == (thought, content, (ToolCall("calculator", {}),))
         assert dialect.said(cut, PARAMETERS, with_calls=False).thought == thought
+    # and in an argument it begins none
+    message["tool_calls"][0]["function"]["arguments"] = {"expression": "<think>"}
+    called = SPEAKERS[family].called([{"role": "user", "content": "?"}], message)
+    called = called[called.index(tokens.convert_tokens_to_ids("<tool_call>")) :]
+    assert dialect.calls(called, PARAMETERS) == [ToolCall("calculator", {"expression": "<think>"})]
+    assert dialect.said(called, PARAMETERS) == ("", "", (ToolCall("calculator", {"expression": "<think>"}),))
 
 
 @EACH
