@@ -47,7 +47,7 @@ from mrl.rank.exchange import ROWS, Exchange
 from mrl.rank.handed_rows import HandedRows
 from mrl.rank.rank_batch import RankBatch
 from mrl.rank.row_results import RowResult
-from mrl.record.metrics import advantage_metrics, distribution
+from mrl.record.metrics import advantage_metrics, distribution, token_metrics
 from mrl.store.response_store import ResponseStore
 from mrl.store.routes import Readers
 
@@ -237,7 +237,10 @@ class RankStep:
         if algorithm.needs_critic:
             of_values = self._estimated()
         if whitens:
-            of_responses = whitened(of_responses, self._moments(of_responses))
+            moments = self._moments(of_responses)
+            of_responses = whitened(of_responses, moments)
+            if not (algorithm.needs_group or algorithm.needs_critic):  # the rewards to come, before they are whitened
+                of_values = token_metrics("critic/returns", moments)
         of_rows = self._of_all(self._tokens.set_advantages, of_responses.rows(self._numbers))
         if algorithm.policy_loss.loss_mode in SELECTIONS:
             self._select(of_rows["sum"], corrected["anchor"])

@@ -127,19 +127,26 @@ def _call_metrics(rows: SampleRows) -> dict[str, float]:
 def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Returns advantages over the step's trained tokens; nothing without tokens.
 
-    `of_rows` has for each row of the step how many tokens are trained (`count`, 0 for a row left out), and their
-    advantages' `sum`, `low` and `high`. Mean and extremes are written as `critic/advantages/*` and as
-    `critic/returns/*`: without a critic the two are equal, and a critic's returns replace them.
+    They are written as `critic/advantages/*` and as `critic/returns/*`: where responses of a group are compared the two
+    are equal, and other estimators' returns replace them.
+    """
+    return token_metrics("critic/advantages", of_rows) | token_metrics("critic/returns", of_rows)
+
+
+def token_metrics(prefix: str, of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Returns mean and extremes over the step's trained tokens; nothing without tokens.
+
+    `of_rows` has for each row of the step how many tokens are trained (`count`, 0 for a row left out), and the `sum`,
+    `low` and `high` of their values.
     """
     count = int(of_rows["count"].sum())
     if not count:
         return {}
-    values = {
-        "mean": math.fsum(of_rows["sum"].tolist()) / count,
-        "max": float(of_rows["high"].max()),
-        "min": float(of_rows["low"].min()),
+    return {
+        f"{prefix}/mean": math.fsum(of_rows["sum"].tolist()) / count,
+        f"{prefix}/max": float(of_rows["high"].max()),
+        f"{prefix}/min": float(of_rows["low"].min()),
     }
-    return {f"critic/{what}/{name}": value for what in ("advantages", "returns") for name, value in values.items()}
 
 
 def _clip_ratio(prefix: str, lengths: np.ndarray, longest: int) -> dict[str, float]:

@@ -81,9 +81,13 @@ def advantages(algorithm, rollouts, penalties, mask, lengths):
     values = np.repeat(ADVANTAGE_FUNCTIONS[algorithm.adv_estimator](inputs), lengths)
     if algorithm.adv_estimator in PENALTIES_TO_COME and penalties is not None:
         values = values - np.concatenate([row[::-1].cumsum()[::-1] for row in rows_of(penalties, lengths)])
+    returns = values
     if algorithm.adv_estimator in WHITENED:
         values = (values - values[mask].mean()) / np.sqrt(values[mask].var(ddof=1) + 1e-8)
-    return np.where(mask, values, 0).astype(np.float32)
+    of_tokens = np.where(mask, values, 0).astype(np.float32)
+    if algorithm.adv_estimator not in ("reinforce_plus_plus", "turn_return"):  # verl's first, and the same by turn
+        returns = of_tokens
+    return of_tokens, returns
 
 
 def selected(loss, advantages, log_probs, mask, lots):
@@ -124,20 +128,14 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
     mask, weights, more = corrected(algorithm, old, rollout, samples.truncated, lengths)
     metrics |= more
     anchor = rollout if algorithm.anchor == "rollout" else old
-    columns |= {
-        "old_log_probs": anchor,
-        "keep": mask,
-        "advantages": advantages(algorithm, rollouts, penalties, mask, lengths),
-    }
+    of_tokens, returns = advantages(algorithm, rollouts, penalties, mask, lengths)
+    columns |= {"old_log_probs": anchor, "keep": mask, "advantages": of_tokens}
     columns |= ({} if weights is None else {"loss_weights": weights}) | (
         {"ref_log_probs": ref} if algorithm.needs_reference else {}
     )
-    trained = columns["advantages"][mask].astype(np.float64)
-    metrics |= {
-        f"critic/{what}/{name}": getattr(trained, name)()
-        for what in ("advantages", "returns")
-        for name in ("mean", "max", "min")
-    }
+    for what, values in (("advantages", of_tokens), ("returns", returns)):
+        trained = values[mask].astype(np.float64)
+        metrics |= {f"critic/{what}/{name}": getattr(trained, name)() for name in ("mean", "max", "min")}
     parts = mini_batches(lengths, config.actor.ppo_mini_batch_size * config.rollout.n)
     for number, (part, span) in enumerate(parts):
         metrics[f"count {number}"] = (int(mask[span].sum()), int((row_sums(mask[span], lengths[part]) > 0).sum()))
