@@ -326,6 +326,16 @@ def test_messages_that_are_written_as_text_are_no_prompt_and_other_brackets_are(
     assert (report.kept, report.bad, line.row) == (4, 3, 5) and "store the list itself" in line.reason
 
 
+def test_a_line_beyond_the_limit_costs_itself_alone_at_the_end_of_a_file_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("mrl.data.row_files.ROW_BYTES", 64)
+    long = json.dumps({"question": "?" * 300})
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([long, '{"question": "a"}', long]))
+    rows = list(read_foreign_rows(str(file)))
+    assert [row.value for row in rows] == [None, {"question": "a"}, None]
+    assert [row.problem for row in rows] == ["more than 64 bytes", None, "more than 64 bytes"]
+
+
 @pytest.mark.parametrize(("truncation", "expected"), [("left", "cdef"), ("right", "u:ab"), ("middle", "u:ef")])
 def test_long_prompts_are_truncated_where_asked(tmp_path, truncation, expected):
     file = write_jsonl(tmp_path / "a.jsonl", [row("abcdef"), row("a")])

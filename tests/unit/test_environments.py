@@ -9,7 +9,7 @@ import pytest
 
 from mrl.acting.answering import Acting
 from mrl.acting.builtin import GuessTheNumber
-from mrl.acting.environment import LONGEST, Reply, actions_of, reply_of
+from mrl.acting.environment import LONGEST, Environment, Reply, actions_of, reply_of
 from mrl.acting.environment_pool import EnvironmentPool, Session, check_tools, try_environments
 from mrl.acting.offer import Offer, UnknownChoice, name_of
 from mrl.acting.tool import ToolsSpec
@@ -162,6 +162,10 @@ def test_an_environment_that_does_not_begin_has_failed(pool):
     ready = session.ready.result(60)
     assert ready.failed and ready[:2] == ("raised", "Error: reset: OSError: no board")
     assert steps(session, ("count", {})) == [ready]
+
+
+def test_an_environment_that_does_not_say_so_is_not_begun_anew():
+    assert not Environment.repeatable
 
 
 def test_sessions_that_lose_their_process_go_on_where_they_may():

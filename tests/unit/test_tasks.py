@@ -1,6 +1,7 @@
 """Tasks whose tests are the reward: what the agent did is judged by the image's own tests, and nothing else counts."""
 
 import io
+import json
 import tarfile
 from dataclasses import replace
 
@@ -228,6 +229,19 @@ def test_rows_of_others_data_sets_are_tasks():
 def test_rows_of_others_without_what_they_need_are_told(reads, given, missing, why):
     with pytest.raises(ValueError, match=why):
         reads({**given, missing: ""})
+
+
+def test_a_task_of_harbors_has_its_own_files_and_none_that_a_link_leads_to(tmp_path):
+    (tmp_path / "secret").write_text("of the machine")
+    folder = tmp_path / "task"
+    (folder / "tests" / "deep").mkdir(parents=True)
+    (folder / "instruction.md").write_text("Mend it.")
+    (folder / "task.toml").write_text("")
+    (folder / "tests" / "test.sh").write_text("true")
+    (folder / "tests" / "deep" / "helper.py").write_text("pass")
+    (folder / "tests" / "link").symlink_to(tmp_path / "secret")
+    tests = json.loads(harbor(folder, "an image")["extra_info"]["task"]["tests"])
+    assert tests == {"/tests/test.sh": "true", "/tests/deep/helper.py": "pass"}
 
 
 @BWRAP
