@@ -323,13 +323,29 @@ def memory_lines_of(config: RunConfig, model: ModelSpec) -> list[str]:
 
 
 def memory_verdict(memory: dict[str, Any], device: str) -> str:
-    """Describes whether a plan's memory fits on a device, and its fullest phase."""
+    """Describes whether a plan's memory fits on a device, and its fullest phase, or what is too small where all phases
+    fit.
+    """
     name, fullest = max(memory["phases"].items(), key=lambda phase: phase[1]["bytes"] / phase[1]["device_bytes"])
     text = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
+    terms = fullest["terms"]
+    if fullest["fits"] and not memory["fits"]:
+        text = _too_small_beside(memory)
+        terms = memory["host"]["terms"]
     fit = fit_of(memory)
     if fit == "may not fit":
-        text += f", give or take the {error_of(fullest['terms']) / GIB:.1f} GiB that the plan may be wrong by"
+        text += f", give or take the {error_of(terms) / GIB:.1f} GiB that the plan may be wrong by"
     return f"plan: {fit if memory['fits'] else fit.upper()} {device}: {text}"
+
+
+def _too_small_beside(memory: dict[str, Any]) -> str:
+    """Describes what is too small where every phase fits: an engine's cache, or a node's host memory."""
+    host = memory["host"]
+    said = [memory["kv_cache"]["change"]]
+    if not host["fits"]:
+        used, whole = host["bytes_per_node"] / GIB, host["node_bytes"] / GIB
+        said.append(f"{used:.1f} of {whole:.0f} GiB of a node's host memory; change: {host['change']}")
+    return "; ".join(filter(None, said))
 
 
 def step_seconds(plan: dict[str, Any]) -> tuple[float, float, float]:

@@ -27,7 +27,16 @@ from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of, recompute_of
-from mrl.plan.run_plan import differences, make_plan, plan_again, plan_hash, plan_report, plan_text, read_plan
+from mrl.plan.run_plan import (
+    differences,
+    make_plan,
+    memory_verdict,
+    plan_again,
+    plan_hash,
+    plan_report,
+    plan_text,
+    read_plan,
+)
 from mrl.plan.times import phase_seconds
 from mrl.platforms.versions import MEGATRON
 from mrl.tools.search import candidate_of, heaviest_stage, unlike_stages
@@ -523,11 +532,30 @@ def test_a_plan_that_lacks_less_than_its_error_may_fit():
     assert fit_of(memory(0, states) | {"host": {"terms": {"save": 1099}, "node_bytes": 990}}) == "may not fit"
 
 
+def test_a_verdict_names_what_is_too_small_beside_the_phases():
+    phase = {"bytes": 60 * GIB, "device_bytes": 77 * GIB, "fits": True, "terms": {"parameters": 60 * GIB}}
+    host = {"bytes_per_node": 101 * GIB, "node_bytes": 100 * GIB, "fits": False, "terms": {"save": 101 * GIB}}
+    cache = {"longest_sequences_per_engine": 1, "change": ""}
+    full = {"fits": False, "phases": {"train": phase}, "kv_cache": cache, "host": host | {"change": "save less"}}
+    said = memory_verdict(full, "h100-80g")
+    assert said.startswith("plan: MAY NOT FIT h100-80g: 101.0 of 100 GiB of a node's host memory; change: save less")
+    assert "give or take the 10.1 GiB" in said and "60.0 of 77.0" not in said
+
+
+_ENGINES_OF_ONE = ["rollout.num_engines=8", "rollout.data_parallel_size=1", "rollout.expert_parallel_size=1"]
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "fit", "first"),
     [
         ([], 0, "fits", "plan: fits h100-80g: "),
         (["actor.ppo_max_token_len_per_gpu=400000"], 7, "does not fit", "plan: DOES NOT FIT h100-80g: "),
+        (
+            [*_ENGINES_OF_ONE, "rollout.gpu_memory_utilization=0.6"],
+            7,
+            "does not fit",
+            "plan: DOES NOT FIT h100-80g: the cache holds not one sequence: raise ",
+        ),
     ],
 )
 def test_the_first_line_is_the_verdict_and_the_exit_code_agrees(settings, code, fit, first, capsys):
