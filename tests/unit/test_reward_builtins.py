@@ -44,6 +44,8 @@ from mrl.reward.worker import score_one
 def test_dapo_math_scores_one_or_minus_one(response, score, pred):
     result = math_dapo("math_dapo", response, "34")
     assert (result["score"], result["acc"], result["pred"]) == (score, score == 1, pred)
+    verdicts = {(True, pred): "match", (False, "[INVALID]"): "no_answer"}
+    assert result["verdict"] == verdicts.get((score == 1, pred), "wrong")
 
 
 def test_dapo_math_sees_the_last_300_characters_only():
