@@ -61,7 +61,7 @@ class VerlTools(Environment):
         try:
             if name not in self._instances:
                 given = self._kwargs(name, "create_kwargs")
-                if "image" not in given and _takes_image(tool):
+                if given.get("image") is None and _takes_image(tool):  # parquet gives every row all keys
                     given |= self._shown()
                 self._instances[name] = await _begun(tool, given)
             instance = self._instances[name]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mrl.algo.own_functions import load_registered, refuse_taken, unload
+from mrl.algo.own_functions import bind_own, has_run, load_registered, unload
 from mrl.algo.rows import RowValues, on_tokens, second_moment, total
 from mrl.algo.spec import ADVANTAGES, BY_TURN
 from mrl.algo.turn_credit import SESSION, TurnAdvantages, TurnNumbers, compared, paired, turn_returns
@@ -207,9 +207,8 @@ def register_advantage(name: str, whitened: bool = False) -> Callable[[Advantage
     """
 
     def bind(function: AdvantageFunction) -> AdvantageFunction:
-        refuse_taken(name, function, ADVANTAGE_FUNCTIONS, _DECORATOR)
-        ADVANTAGE_FUNCTIONS[name] = function
-        WHITENED.update({name} if whitened else ())
+        bind_own(ADVANTAGE_FUNCTIONS, name, function, _DECORATOR)
+        (WHITENED.add if whitened else WHITENED.discard)(name)  # a file that ran before may have said otherwise
         return function
 
     return bind
@@ -227,19 +226,13 @@ def load_custom_advantage(path: str, adv_estimator: str) -> None:
 @contextmanager
 def tried_advantage(path: str, adv_estimator: str) -> Iterator[None]:
     """Loads a user's advantage for the block alone. The next load runs its file anew."""
-    functions = dict(ADVANTAGE_FUNCTIONS)
-    of_batch = set(WHITENED)
+    stays = has_run(path)
     load_custom_advantage(path, adv_estimator)
-    if adv_estimator in functions:  # the file has run before
-        yield
-        return
     try:
         yield
     finally:
-        unload(path)
-        for name in ADVANTAGE_FUNCTIONS.keys() - functions.keys():
-            del ADVANTAGE_FUNCTIONS[name]
-        WHITENED.intersection_update(of_batch)
+        if not stays:
+            unload(path)
 
 
 @_advantage("grpo")

@@ -22,7 +22,7 @@ from mrl.algo.aggregate import (
     masked,
     sequence_mean,
 )
-from mrl.algo.own_functions import load_registered, refuse_taken
+from mrl.algo.own_functions import bind_own, load_registered
 from mrl.algo.plain import Denominators, PolicyLossParameters
 from mrl.algo.spec import FORWARD_OVER_TOP_K, KL_TYPES, LOG_RATIO_LIMIT, OVER_TOP_K, REVERSE_OVER_TOP_K
 from mrl.errors import ConfigError
@@ -89,8 +89,7 @@ def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]
     """
 
     def bind(function: TokenLossFunction) -> TokenLossFunction:
-        refuse_taken(name, function, TOKEN_LOSSES, "register_loss")
-        TOKEN_LOSSES[name] = function
+        bind_own(TOKEN_LOSSES, name, function, "register_loss")
         return function
 
     return bind

@@ -14,6 +14,8 @@ from mrl.errors import ConfigError
 
 # modules that such a file may import and that register nothing
 _PLAIN = frozenset(sys.stdlib_module_names) | {"mrl", "numpy", "torch"}
+_bound: list[tuple[dict[str, Any], str]] = []  # names that users have bound, in order
+_bound_by: dict[str, list[tuple[dict[str, Any], str]]] = {}  # those of each file, by its module's name
 
 
 def registered_names(file: Path, decorator: str) -> tuple[str, ...] | None:
@@ -62,33 +64,34 @@ def load_registered(path: str, key: str, decorator: str, name: str, table: Mappi
     if module not in sys.modules:
         _run_file(file, module, key)
     if name not in table:
-        registered = ", ".join(sorted(one for one, held in table.items() if _origin(held)[:1] == (str(file),)))
-        registered = registered or "nothing"
+        registered = ", ".join(sorted(one for held, one in _bound_by.get(module, ()) if held is table)) or "nothing"
         raise ConfigError(
             f'{key}: {file} registers {registered}, not {name!r}; put @{decorator}("{name}") on the function'
         )
 
 
-def refuse_taken(name: str, function: Any, table: Mapping[str, Any], decorator: str) -> None:
-    """Raises ConfigError where `name` is bound to another function.
-
-    The same function of the same file may be bound again: a file runs anew after `unload`, or is also imported.
-    """
-    if name in table and (_origin(table[name]) != _origin(function) or not _origin(function)):
+def bind_own(table: dict[str, Any], name: str, function: Any, decorator: str) -> None:
+    """Binds a user's function to a name. Raises ConfigError for a name that is taken."""
+    if name in table:
         raise ConfigError(f"{decorator}: the name {name!r} is taken; taken: {', '.join(table)}")
+    table[name] = function
+    _bound.append((table, name))
 
 
-def _origin(function: Any) -> tuple[str, ...]:
-    """Returns the file and the name of a function; empty for other callables."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ()
-    return (code.co_filename, function.__qualname__)
+def has_run(path: str) -> bool:
+    """Tells whether the file at `path` has run in this process."""
+    return _module_name(Path(path).resolve()) in sys.modules
 
 
 def unload(path: str) -> None:
-    """Forgets that the file ran, so that the next load runs it anew."""
-    sys.modules.pop(_module_name(Path(path).resolve()), None)
+    """Takes back what the file at `path` has bound, so that the next load runs it anew."""
+    _forget(_module_name(Path(path).resolve()))
+
+
+def _forget(module: str) -> None:
+    sys.modules.pop(module, None)
+    for table, name in _bound_by.pop(module, ()):
+        table.pop(name, None)
 
 
 def _module_name(file: Path) -> str:
@@ -101,11 +104,13 @@ def _run_file(file: Path, name: str, key: str) -> None:
         raise ConfigError(f"{key}: {file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
+    before = len(_bound)
     try:
         spec.loader.exec_module(module)
-    except ConfigError:
-        del sys.modules[name]
-        raise
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
+    except BaseException as error:
+        _bound_by[name] = _bound[before:]
+        _forget(name)
+        if isinstance(error, ConfigError) or not isinstance(error, Exception | SystemExit):
+            raise
         raise ConfigError(f"{key}: {file} cannot be loaded: {type(error).__name__}: {error}") from error
+    _bound_by[name] = _bound[before:]

@@ -17,13 +17,16 @@ def describe_loss(config: RunConfig) -> str:
     aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
     scaled = aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is not None
     updates = config.updates_per_step
+    adapts = " and adaptive" if algorithm.kl_ctrl.type != "fixed" else ""
     parts = [
         loss.loss_mode,
         loss.loss_agg_mode + (f" / {loss.loss_scale_factor:g}" if scaled else ""),
         f"clip {loss.clip_ratio_low:g}/{loss.clip_ratio_high:g}",
         f"dual clip {loss.clip_ratio_c:g}" if spec is not None and spec.has_dual_clip else "",
         f"{algorithm.kl_loss_type} KL x {algorithm.kl_loss_coef:g}" if algorithm.use_kl_loss else "",
-        f"{algorithm.kl_penalty} KL x {algorithm.kl_ctrl.kl_coef:g} off rewards" if algorithm.use_kl_in_reward else "",
+        f"{algorithm.kl_penalty} KL x {algorithm.kl_ctrl.kl_coef:g}{adapts} off rewards"
+        if algorithm.use_kl_in_reward
+        else "",
         f"entropy x {algorithm.entropy_coeff:g}" if algorithm.entropy_coeff else "",
         f"{updates} update{'s' if updates != 1 else ''} per rollout",
         *_what_is_trained_on(config),

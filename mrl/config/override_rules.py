@@ -145,14 +145,17 @@ def override_faults(
     judged.
     """
     upstream, fields = next((upstream, fields) for target, upstream, fields in _TARGETS if target == key)
-    quoted = [] if upstream in UPSTREAM_FIELDS else list(_quoted(key, given))  # vLLM converts values
+    quoted = list(_quoted(key, upstream, given))
     others = {name: value for name, value in given.items() if f"{key}.{name}" not in {fault.field for fault in quoted}}
     values = _values(key, fields, _of_the_model(others, model), model)
     return [*_names(key, upstream, fields, given, device), *quoted, *values]
 
 
-def _quoted(key: str, given: Mapping[str, Any]) -> Iterator[Violation]:
-    """Refuses numbers, booleans and lists in quotes, which Megatron's classes would take for text."""
+def _quoted(key: str, upstream: str, given: Mapping[str, Any]) -> Iterator[Violation]:
+    """Refuses numbers, booleans and lists in quotes, which Megatron's classes would take for text. vLLM's convert most
+    of them, but not all booleans.
+    """
+    of_vllm = upstream in UPSTREAM_FIELDS
     for name, text in given.items():
         if not isinstance(text, str):
             continue
@@ -160,8 +163,8 @@ def _quoted(key: str, given: Mapping[str, Any]) -> Iterator[Violation]:
             value = parse_yaml(text, name).plain()
         except ConfigError:
             continue
-        if not isinstance(value, str):
-            why = "Megatron takes values as they are, and to it any text, also 'false', is true"
+        if isinstance(value, bool) or not (of_vllm or isinstance(value, str) or value == {}):
+            why = f"{'vLLM' if of_vllm else 'Megatron'} takes values as they are, and any text, also 'false', is true"
             yield Violation(f"{key}.{name}", "must be written without quotes", why, (value,))
 
 

@@ -60,7 +60,10 @@ def _main_function(spec: RewardSpec) -> RewardFunction:
 
 def _check_call(function: Callable[..., Any], spec: RewardSpec, where: str) -> None:
     """Raises ConfigError for a function that does not take the names of a row, and for an async one."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    called = function
+    while isinstance(called, functools.partial):
+        called = called.func
+    if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__):
         raise ConfigError(
             f"{where}: {spec.name} is async, and a reward is a plain function; put asyncio.run(...) inside of one: "
             "reward.num_workers responses are judged beside each other"

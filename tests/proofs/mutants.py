@@ -238,7 +238,8 @@ class Baseline:
 
     seconds: dict[str, float]  # by file
     left_out: list[str]  # tests that fail
-    seeing: Counter[tuple[str, str]] = field(default_factory=Counter)  # (room, file): mutants that its tests have seen
+    # (room, file): mutants that its tests have seen so far; only the order of files depends on it
+    seeing: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 def baseline(copy: Copy, files: list[str]) -> Baseline:

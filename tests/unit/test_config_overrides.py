@@ -123,10 +123,11 @@ def test_a_value_under_which_the_actor_would_compute_something_else_is_refused_w
         ("model.override_transformer_config={recompute_modules: '[moe]'}", ["moe"]),
         ("model.override_transformer_config={moe_grouped_gemm: 'true'}", True),
         ("actor.optim.override_optimizer_config={optimizer_offload_fraction: '1'}", 1),
+        ("rollout.engine_kwargs={vllm: {disable_log_stats: 'False'}}", False),  # a plain dataclass in 0.32
     ],
 )
 def test_what_is_no_text_is_refused_in_quotes(override, allowed):
-    """To Megatron, whose dataclasses convert nothing, the text False is true. vLLM's convert (pydantic)."""
+    """To Megatron, whose dataclasses convert nothing, the text False is true. Most of vLLM's convert (pydantic)."""
     (found,) = broken(override)
     assert found.rule == "must be written without quotes" and found.allowed == (allowed,)
 

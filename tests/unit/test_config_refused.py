@@ -179,6 +179,11 @@ READ_UNSEEN = {
     ("cluster.device", "cluster.versions.megatron-core"),  # one release for every device
     # the one worker of the preset's engine has whole experts, however they are spread
     ("rollout.expert_parallel_size", "model.path"),
+    # a pipeline of one stage has all layers, whichever of them are counted in its split
+    *(
+        (f"actor.layout.account_for_{end}_in_pipeline_split", "model.override_transformer_config.recompute_num_layers")
+        for end in ("embedding", "loss")
+    ),
     # a teacher alone compares no responses, and that takes two keys
     ("distillation", "rollout.n"),
     ("distillation.enabled", "rollout.n"),

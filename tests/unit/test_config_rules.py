@@ -478,6 +478,9 @@ def test_what_is_not_plain_is_described_too():
     assert describe_loss(load_config(TINY, overrides=["algorithm.anchor=rollout"]).config).endswith(", anchor rollout")
     in_rewards = load_config(TINY, overrides=["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k2"]).config
     assert ", k2 KL x 0.001 off rewards, " in describe_loss(in_rewards)
+    adaptive = {"kl_ctrl": in_rewards.algorithm.kl_ctrl.model_copy(update={"type": "adaptive"})}
+    changed = in_rewards.model_copy(update={"algorithm": in_rewards.algorithm.model_copy(update=adaptive)})
+    assert ", k2 KL x 0.001 and adaptive off rewards, " in describe_loss(changed)
 
 
 # --- rollout ----------------------------------------------------------------------------------------------------------

@@ -1480,6 +1480,7 @@ def test_below_a_free_mapping_of_verls_any_name_is_one(key):
         (("skip.rollout.dump_dir=/x",), "not_applicable"),
         (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=4096",), "implied"),
         (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=1023",), "unsupported"),
+        (("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=-1",), "implied"),
         (("actor_rollout_ref.rollout.max_model_len=null",), "implied"),
         (("actor_rollout_ref.rollout.max_model_len=1024",), "implied"),
         (("actor_rollout_ref.rollout.max_model_len=1023",), "unsupported"),  # responses end there

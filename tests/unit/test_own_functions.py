@@ -19,6 +19,7 @@ from mrl.algo.advantages import (
     tried_advantage,
 )
 from mrl.algo.losses import TOKEN_LOSSES, load_custom_loss
+from mrl.algo.own_functions import unload
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.errors import ConfigError
@@ -64,6 +65,32 @@ def test_one_file_may_hold_the_loss_and_the_advantage(page):
             load_custom_loss("other.py", "quadratic")
     finally:
         TOKEN_LOSSES.pop("quadratic", None)
+
+
+TWO_OF_ONE_NAME = """
+from functools import partial
+from mrl.algo.losses import register_loss
+def loss(parameters, inputs, log_ratio, scale=1.0):
+    return None
+register_loss("own")(partial(loss, scale=2.0))
+register_loss({name!r})(loss)
+"""
+
+
+def test_a_name_is_taken_whatever_function_asks_for_it_and_free_again_where_its_file_failed(page):
+    (page / "twice.py").write_text(TWO_OF_ONE_NAME.format(name="own"))
+    (page / "once.py").write_text(TWO_OF_ONE_NAME.format(name="other"))
+    (page / "again.py").write_text(TWO_OF_ONE_NAME.format(name="own"))
+    with pytest.raises(ConfigError, match="'own' is taken"):
+        load_custom_loss("twice.py", "own")
+    try:
+        with pytest.raises(ConfigError, match="registers other, own, not 'zzz'"):
+            load_custom_loss("once.py", "zzz")
+        with pytest.raises(ConfigError, match="'own' is taken"):
+            load_custom_loss("again.py", "own")
+    finally:
+        unload("once.py")
+    assert not {"own", "other"} & TOKEN_LOSSES.keys()
 
 
 def test_an_advantage_gives_one_number_a_response():

@@ -86,6 +86,11 @@ def test_a_users_function_gets_its_arguments_and_may_import_its_neighbours(tmp_p
             "compute_score is async",
         ),
         (
+            "import functools\nclass Judge:\n    async def __call__(self, **_): return 1.0\n"
+            "compute_score = functools.partial(Judge())",
+            "compute_score is async",
+        ),
+        (
             "def compute_score(text, truth): return 1.0",
             r"compute_score\(text, truth\) is called .* by the names data_source",
         ),

@@ -138,12 +138,13 @@ def test_a_tool_is_given_the_prompts_picture_only_where_its_create_takes_one(tmp
     Image.new("RGB", (40, 20)).save(tmp_path / "picture.png")
     said = {}
     with_own = {"tools_kwargs": {"shout": {"create_kwargs": {"image": "its own"}}}}
-    for name, extra_info in (("Strict", {}), ("Old", {}), ("Named", {}), ("Named", with_own)):
+    of_parquet = {"tools_kwargs": {"shout": {"create_kwargs": {"image": None}}}}  # another row has one
+    for name, extra_info in (("Strict", {}), ("Old", {}), ("Named", of_parquet), ("Named", with_own)):
         path = written(tmp_path, OLD | {"class_name": f"mine.classes.{name}"})
         row = {"extra_info": extra_info, "images": [str(tmp_path / "picture.png")]}
         with EnvironmentPool(replace(spec(path), sees=True), 1, 30.0) as pool:
             answer = pool.session(VERL_TOOLS, row, 0).step("shout", {"word": "a"}).result(60)
-        said[name, bool(extra_info)] = answer.text
+        said[name, extra_info is with_own] = answer.text
     assert said == {
         ("Strict", False): "A", ("Old", False): "A", ("Named", False): "(40, 20)", ("Named", True): "its own"
     }  # fmt: skip

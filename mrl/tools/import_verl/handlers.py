@@ -59,7 +59,7 @@ def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _longest(o: Override, out: Import, settings: VerlSettings) -> None:
     """Handles max_model_len. A response ends there, even if its own limit has not been reached."""
-    if o.value is None or (isinstance(o.value, int) and o.value >= settings.sample_limit):
+    if o.value in (None, -1) or (isinstance(o.value, int) and o.value >= settings.sample_limit):  # -1: vLLM finds it
         out.leave("implied", o.key, o.value, "prompt and response limits together", o.line)
     else:
         why = "responses end where data.max_response_length says; take it down, or data.max_prompt_length"

@@ -386,13 +386,13 @@ def staleness(run: RunRecord) -> PageSection | None:
     oldest = max(run.curves[name].values.max() for name in ages)
     blocks: list[Block] = [
         Paragraph(
-            f"Schedule {schedule}, trainer.max_staleness {bound}: the oldest token trained on was {oldest:.0f} updates "
-            "of the weights old."
+            f"Schedule {schedule}, trainer.max_staleness {bound}: the oldest token trained on was {oldest:.0f} steps "
+            "old."
         ),
         Chart(
             "staleness-age",
             "Age of a response's oldest token",
-            "updates",
+            "steps",
             tuple(Series(in_words(name), name) for name in ages),
         ),
     ]
