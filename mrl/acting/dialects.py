@@ -89,11 +89,22 @@ _ANSWERS = ("first answer", "second answer")
 class Dialect:
     """One family, in the tokens of one tokenizer."""
 
-    def __init__(self, family: CallForm, tokenizer: Tokenizer, goes_on: str, image: str | None = None):
+    def __init__(
+        self,
+        family: CallForm,
+        tokenizer: Tokenizer,
+        goes_on: str,
+        image: str | None = None,
+        strips: bool = False,
+        between: str = "",
+    ):
         """`goes_on`: the text that the template writes behind the answers. `image`: what it writes for an image in an
-        answer; None: nothing that is known. Raises ConfigError where a token is missing.
+        answer; None: nothing that is known. `strips`: it writes answers without white space around them. `between`:
+        what it writes between a thought and a call. Raises ConfigError where a token is missing.
         """
         self.image = image
+        self._strips = strips
+        self._between = between
         self.name = family.name
         self.family = family
         self.goes_on = goes_on
@@ -125,7 +136,7 @@ class Dialect:
         return sorted(self._added, key=len, reverse=True)
 
     def calls(self, ids: Sequence[int], parameters: Parameters) -> list[ToolCall]:
-        """Returns the calls of a turn, in order. Calls in its thoughts, before the last </think>, do not count."""
+        """Returns the calls of a turn, in order. Calls in its thoughts do not count."""
         _, ids = self._without_thought(ids)
         calls = []
         while self._added[OPEN] in ids:
@@ -159,19 +170,37 @@ class Dialect:
         return Said(self._text(thought).replace(THINK, "").strip(), content.strip(), tuple(calls))
 
     def _without_thought(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the thoughts of a turn, and its other tokens. Thoughts end with the last </think>; without any, where
-        the first call begins, as in vLLM's parsers.
+        """Returns the thoughts of a turn, and its other tokens.
+
+        Thoughts end with the last </think> that is no part of a call's arguments. Without any, those that the template
+        or the turn's first token opens end where the first call begins, as in vLLM's parsers.
         """
         ids = list(ids)
-        thought = self._added.get(THOUGHT)
-        if thought in ids:
-            end = len(ids) - ids[::-1].index(thought)
-            return ids[: end - 1], ids[end:]
+        thinks = self._begins_in_thought
+        if (think := self._added.get(THINK)) in ids:
+            thinks = thinks or not self._text(ids[: ids.index(think)]).strip()
+        if (end := self._thought_end(ids, thinks)) is not None:
+            return ids[:end], ids[end + 1 :]
         end = ids.index(self._added[OPEN]) if self._added[OPEN] in ids else len(ids)
-        begin = 0 if self._begins_in_thought else end
-        if self._added.get(THINK) in ids[:end]:
-            begin = ids.index(self._added[THINK])
-        return ids[begin:end], ids[:begin] + ids[end:]
+        return (ids[:end], ids[end:]) if thinks else ([], ids)
+
+    def _thought_end(self, ids: list[int], thinks: bool) -> int | None:
+        """Returns where the last </think> outside of closed calls is. A call in a thought is none: the first </think>
+        of a turn that begins with a thought ends it.
+        """
+        thought = self._added.get(THOUGHT)
+        if thought not in ids:
+            return None
+        end, position = None, 0
+        if thinks:
+            end = position = ids.index(thought)
+        while position < len(ids):
+            if ids[position] == thought:
+                end = position
+            elif ids[position] == self._added[OPEN]:
+                position += len(self._until_closed(ids[position + 1 :]) or ())
+            position += 1
+        return end
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -197,11 +226,15 @@ class Dialect:
         return ToolCall(problem=f"This call cannot be read: {why}. A call has the form {self.family.example}")
 
     def beginning(self, name: str) -> list[int]:
-        """Returns the ids with which a call of that tool begins; without a name, those of any call."""
+        """Returns the ids with which a call of that tool begins; without a name, those of any call.
+
+        A thought that the template opens is closed before.
+        """
+        thought = [(THOUGHT + self._between, True)] if self._begins_in_thought else []
         behind = ""
         if name:
             behind = self.family.named
-        return self.encoded([(OPEN, True), (self.family.begins + name + behind, False)])
+        return self.encoded([*thought, (OPEN, True), (self.family.begins + name + behind, False)])
 
     @property
     def vocabulary(self) -> int:
@@ -229,6 +262,8 @@ class Dialect:
         for answer, count in zip_longest(answers, images, fillvalue=0):
             valid = answer.encode("utf-8", "replace").decode()
             shown = (self.image or "") * count
+            if self._strips:
+                valid = valid.rstrip() if shown else valid.strip()
             parts += [(frame.before, True), (shown, True), (valid, False), (frame.after, True)]
         return self.encoded([*parts, (self.goes_on, True)])
 
@@ -286,7 +321,12 @@ def dialect_of(tokenizer: ToolTokenizer, template_arguments: Mapping[str, Any]) 
         goes_on = _goes_on(family.frame, before, after)
         if goes_on is not None and family.mark in before:
             image = _image_in(family.frame, before, tokenizer, conversation, template_arguments)
-            return Dialect(family, tokenizer.backend_tokenizer, goes_on, image)
+            wide = [answer | {"content": f"\n {answer['content']} \n"} for answer in answers]
+            stripped = tokenizer.apply_chat_template(
+                conversation + wide, tokenize=False, add_generation_prompt=True, **template_arguments
+            )
+            between = before.rpartition(THOUGHT)[2].partition(OPEN)[0]
+            return Dialect(family, tokenizer.backend_tokenizer, goes_on, image, stripped == after, between)
     raise ConfigError(
         "model.path: the chat template writes answers of tools in no form that is known "
         f"({', '.join(family.name for family in FAMILIES)}); or it rewrites the turn with the calls once it is answered"

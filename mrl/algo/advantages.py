@@ -207,8 +207,8 @@ def register_advantage(name: str, whitened: bool = False) -> Callable[[Advantage
     """
 
     def bind(function: AdvantageFunction) -> AdvantageFunction:
-        bind_own(ADVANTAGE_FUNCTIONS, name, function, _DECORATOR)
-        (WHITENED.add if whitened else WHITENED.discard)(name)  # a file that ran before may have said otherwise
+        if bind_own(ADVANTAGE_FUNCTIONS, name, function, _DECORATOR):
+            (WHITENED.add if whitened else WHITENED.discard)(name)  # a file that ran before may have said otherwise
         return function
 
     return bind

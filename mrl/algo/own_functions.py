@@ -8,14 +8,23 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrl.errors import ConfigError
 
 # modules that such a file may import and that register nothing
 _PLAIN = frozenset(sys.stdlib_module_names) | {"mrl", "numpy", "torch"}
-_bound: list[tuple[dict[str, Any], str]] = []  # names that users have bound, in order
-_bound_by: dict[str, list[tuple[dict[str, Any], str]]] = {}  # those of each file, by its module's name
+
+
+class _Bound(NamedTuple):
+    """Who has bound a user's function to a name of a table."""
+
+    table: dict[str, Any]
+    module: str
+    file: str
+
+
+_bound: dict[tuple[str, str], _Bound] = {}  # by decorator and name
 
 
 def registered_names(file: Path, decorator: str) -> tuple[str, ...] | None:
@@ -64,18 +73,29 @@ def load_registered(path: str, key: str, decorator: str, name: str, table: Mappi
     if module not in sys.modules:
         _run_file(file, module, key)
     if name not in table:
-        registered = ", ".join(sorted(one for held, one in _bound_by.get(module, ()) if held is table)) or "nothing"
+        registered = [one for (_, one), by in _bound.items() if by.table is table and by.file == str(file)]
         raise ConfigError(
-            f'{key}: {file} registers {registered}, not {name!r}; put @{decorator}("{name}") on the function'
+            f"{key}: {file} registers {', '.join(sorted(registered)) or 'nothing'}, not {name!r}; "
+            f'put @{decorator}("{name}") on the function'
         )
 
 
-def bind_own(table: dict[str, Any], name: str, function: Any, decorator: str) -> None:
-    """Binds a user's function to a name. Raises ConfigError for a name that is taken."""
+def bind_own(table: dict[str, Any], name: str, function: Any, decorator: str) -> bool:
+    """Binds a user's function to a name, for what a decorator returns, which the user's file calls.
+
+    A file that another one imports runs twice: then the first function stays, and the answer is False. Raises
+    ConfigError for a name that is taken otherwise.
+    """
+    asking = sys._getframe(2).f_globals  # a function need not know its file: it may be a partial
+    by = _Bound(table, str(asking["__name__"]), str(asking.get("__file__", "")))
     if name in table:
+        held = _bound.get((decorator, name))
+        if held is not None and held.file == by.file and held.module != by.module:
+            return False
         raise ConfigError(f"{decorator}: the name {name!r} is taken; taken: {', '.join(table)}")
     table[name] = function
-    _bound.append((table, name))
+    _bound[decorator, name] = by
+    return True
 
 
 def has_run(path: str) -> bool:
@@ -90,8 +110,10 @@ def unload(path: str) -> None:
 
 def _forget(module: str) -> None:
     sys.modules.pop(module, None)
-    for table, name in _bound_by.pop(module, ()):
-        table.pop(name, None)
+    for key, by in list(_bound.items()):
+        if by.module == module:
+            del _bound[key]
+            by.table.pop(key[1], None)
 
 
 def _module_name(file: Path) -> str:
@@ -104,13 +126,10 @@ def _run_file(file: Path, name: str, key: str) -> None:
         raise ConfigError(f"{key}: {file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    before = len(_bound)
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        _bound_by[name] = _bound[before:]
         _forget(name)
         if isinstance(error, ConfigError) or not isinstance(error, Exception | SystemExit):
             raise
         raise ConfigError(f"{key}: {file} cannot be loaded: {type(error).__name__}: {error}") from error
-    _bound_by[name] = _bound[before:]

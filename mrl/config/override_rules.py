@@ -164,7 +164,8 @@ def _quoted(key: str, upstream: str, given: Mapping[str, Any]) -> Iterator[Viola
         except ConfigError:
             continue
         if isinstance(value, bool) or not (of_vllm or isinstance(value, str) or value == {}):
-            why = f"{'vLLM' if of_vllm else 'Megatron'} takes values as they are, and any text, also 'false', is true"
+            who = "vLLM may take" if of_vllm else "Megatron takes"
+            why = f"{who} values as they are, and any text, also 'false', is true"
             yield Violation(f"{key}.{name}", "must be written without quotes", why, (value,))
 
 

@@ -408,7 +408,8 @@ class _Loader:
     def _tokenise(self, messages: list[dict[str, Any]], extra_info: Mapping[str, Any]) -> list[int]:
         read = with_read_calls(messages)
         texts = [text for message in messages for text in texts_of(message["content"])]
-        texts += [text for message in read for key in message if key != "content" for text in _texts(message[key])]
+        both = [*messages, *read]  # a name that is given twice is in the text alone
+        texts += [text for message in both for key in message if key != "content" for text in _texts(message[key])]
         if forged := next((token for token in self.forging if any(token in text for text in texts)), None):
             raise BadRow(f"a message holds {forged}, a token of the model's own, which would forge a turn", forged)
         arguments = self.parameters.template_arguments(extra_info)

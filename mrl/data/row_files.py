@@ -347,8 +347,19 @@ def _read_calls(calls: Any) -> Any:
     read: Any = None
     if isinstance(calls.get("arguments"), str):
         with suppress(ValueError, RecursionError):
-            read = parse_json(calls["arguments"] or "{}")
-    return calls | {"arguments": read} if isinstance(read, dict) else calls
+            read = parse_json(calls["arguments"] or "{}", strict=False)
+    return calls | {"arguments": ReadArguments(read, calls["arguments"])} if isinstance(read, dict) else calls
+
+
+class ReadArguments(dict[str, Any]):
+    """Arguments of a call that stand in a row as JSON. A template that prints them prints that text."""
+
+    def __init__(self, read: dict[str, Any], text: str):
+        super().__init__(read)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
 
 
 def has_some(value: Any) -> bool:

@@ -220,6 +220,7 @@ def _handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         finally:
             if asking.cancel():  # nobody waits any more
                 await asyncio.wait([asking])
+                asking.cancelled() or asking.exception()  # which asyncio would print
 
     return handle
 
@@ -239,7 +240,9 @@ async def _streamed(
     except BadRequest as error:
         if not response.prepared:
             raise
-        events = [("error", api.error(400, str(error)))]
+        # as an event of OpenAI's Responses, too
+        told = {"type": "error", "code": "invalid_prompt", "message": str(error), "param": None, "sequence_number": 0}
+        events = [("error", told | api.error(400, str(error)))]
     text = "".join(_event(name, data) for name, data in events)
     if not response.prepared:
         return web.Response(text=text, content_type="text/event-stream")

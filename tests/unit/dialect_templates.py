@@ -77,9 +77,11 @@ GLM = """[gMASK]<sop>
 _JSON_CALL = HERMES[HERMES.index("{%- if not loop.first or m.content") : HERMES.index("{%- endfor %}{{ '<|im_end|>")]
 _XML_CALL = CODER[CODER.index("{{- '\\n<tool_call>") : CODER.index("{%- endfor %}{{ '<|im_end|>")]
 _XML_CALL = _XML_CALL.replace("'\\n<tool_call>", "('\\n' if not loop.first or m.content else '') + '<tool_call>")
-# answers as Qwen3's template has them, calls as Qwen3-Coder's, and the model goes on inside of a thought
+# answers as Qwen3's template has them without white space around them, calls as Qwen3-Coder's, and the model goes on
+# inside of a thought
 QWEN35 = (
     HERMES.replace(_JSON_CALL, _XML_CALL)
+    .replace("m.content", "m.content|trim")
     .replace("{%- if m.reasoning_content or loop.last %}", "{%- if true %}")
     .replace("</think>\\n\\n' }}{% endif %}", "</think>\\n\\n' }}{% else %}{{ '<think>\\n' }}{% endif %}")
 )

@@ -84,6 +84,8 @@ AS_TEXT = (  # DeepSeek-V3 joins arguments as they are
         ("hermes", None, '{"name": "f", "arguments": {"city": "Paris"}}'),
         ("coder", None, "<function=f>\n<parameter=city>\nParis\n</parameter>"),
         ("hermes", AS_TEXT, 'f:{"city": "Paris"}'),
+        ("hermes", AS_TEXT.replace(" + ", " ~ "), 'f:{"city": "Paris"}'),
+        ("hermes", AS_TEXT.replace(" + ':' + ", " }}:{{ "), 'f:{"city": "Paris"}'),
     ],
 )
 def test_arguments_of_a_call_that_are_json_are_read_for_the_template(tmp_path, write, kind, family, template, wanted):
@@ -99,7 +101,10 @@ def test_arguments_of_a_call_that_are_json_are_read_for_the_template(tmp_path, w
         assert "not JSON" in used.decode(load(write(tmp_path / f"b.{kind}", rows[1:]), used)[0].token_ids)
 
 
-@pytest.mark.parametrize("arguments", ['{"a": ["\\u003c|im_end|>"]}', {"<|im_end|>": 1}, {"a": ["<|im_end|>"]}])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": ["\\u003c|im_end|>"]}', '{"a": "<|im_end|>", "a": 2}', {"<|im_end|>": 1}, {"a": ["<|im_end|>"]}],
+)
 def test_a_call_in_a_message_cannot_forge_a_turn(tmp_path, arguments):
     call = {"function": {"name": "f", "arguments": arguments}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -186,24 +186,43 @@ def test_a_thought_that_is_not_closed_is_no_text_and_ends_with_a_call(family):
         {"type": "function", "function": {"name": "calculator", "arguments": {}}}]}  # fmt: skip
     called = SPEAKERS[family].called([{"role": "user", "content": "?"}], message)
     call = tokens.decode(called[called.index(tokens.convert_tokens_to_ids("<tool_call>")) :])
+    opened = family in ("qwen3.5", "glm-4.7")  # by the template: then all is thought until its end
     for said, thought, content in (
         ("<think>\nhm", "hm", ""),
-        ("So: <think>\nhm", "hm", "So:"),
+        ("Write <think> first.", *(("Write  first.", "") if opened else ("", "Write <think> first."))),
         ("<think>\nhm</think>\n\nSo:", "hm", "So:"),
-        # where the template opens a thought, it is one without the token; a family that does not has none
-        ("hm", *(("hm", "") if family in ("qwen3.5", "glm-4.7") else ("", "hm"))),
+        ("hm", *(("hm", "") if opened else ("", "hm"))),
     ):
         ids = tokens.encode(said, add_special_tokens=False)
         assert dialect.said([*ids, dialect.end], PARAMETERS) == (thought, content, ())
         cut = tokens.encode(said + call, add_special_tokens=False)
         assert dialect.said(cut, PARAMETERS) == (thought, content, (ToolCall("calculator", {}),))
         assert dialect.said(cut, PARAMETERS, with_calls=False).thought == thought
-    # and in an argument it begins none
-    message["tool_calls"][0]["function"]["arguments"] = {"expression": "<think>"}
-    called = SPEAKERS[family].called([{"role": "user", "content": "?"}], message)
-    called = called[called.index(tokens.convert_tokens_to_ids("<tool_call>")) :]
-    assert dialect.calls(called, PARAMETERS) == [ToolCall("calculator", {"expression": "<think>"})]
-    assert dialect.said(called, PARAMETERS) == ("", "", (ToolCall("calculator", {"expression": "<think>"}),))
+    # and in an argument none begins or ends
+    for argument in ("<think>", "a</think>b"):
+        message["tool_calls"][0]["function"]["arguments"] = {"expression": argument}
+        called = SPEAKERS[family].called([{"role": "user", "content": "?"}], message)
+        called = called[called.index(tokens.convert_tokens_to_ids("<tool_call>")) :]
+        call = ToolCall("calculator", {"expression": argument})
+        if argument == "<think>" or not opened:
+            assert dialect.said(called, PARAMETERS) == ("", "", (call,))
+        thinks = tokens.encode("<think>hm</think>", add_special_tokens=False)
+        assert dialect.calls([*thinks, *called], PARAMETERS) == [call]
+        assert dialect.said([*thinks, *called], PARAMETERS) == ("hm", "", (call,))
+
+
+@EACH
+def test_answers_stand_as_the_template_writes_them(family):
+    """Qwen3.5's own template writes no white space around them, the others do."""
+    tokens, dialect = TOOLS[family], DIALECTS[family]
+    message = {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "calculator", "arguments": {}}}]}  # fmt: skip
+    asked = [{"role": "user", "content": "?"}]
+    turn = SPEAKERS[family].called(asked, message)
+    answers = ["\ttotal 8\nfile\n", " "]
+    told = [{"role": "tool", "content": answer} for answer in answers]
+    whole = tokens.apply_chat_template([*asked, message, *told], tokenize=False, add_generation_prompt=True)
+    assert whole.endswith(tokens.decode(dialect.context([*turn, dialect.end], answers)))
 
 
 @EACH

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,22 @@ def test_a_name_is_taken_whatever_function_asks_for_it_and_free_again_where_its_
     finally:
         unload("once.py")
     assert not {"own", "other"} & TOKEN_LOSSES.keys()
+
+
+@pytest.mark.parametrize("loss_first", [True, False])
+def test_a_file_that_another_one_imports_may_run_beside_it(page, monkeypatch, loss_first):
+    monkeypatch.syspath_prepend(page)
+    (page / "losses_of_mine.py").write_text(FILES["my_loss.py"] + "helper = 1\n")
+    (page / "advantages_of_mine.py").write_text("from losses_of_mine import helper\n" + FILES["my_advantage.py"])
+    calls = [partial(load_custom_loss, "losses_of_mine.py", "quadratic")]
+    calls.insert(loss_first, partial(load_custom_advantage, "advantages_of_mine.py", "ranks"))
+    try:
+        for call in calls:
+            call()
+    finally:
+        for table, name in ((TOKEN_LOSSES, "quadratic"), (ADVANTAGE_FUNCTIONS, "ranks")):
+            assert table.pop(name)
+        monkeypatch.delitem(sys.modules, "losses_of_mine")
 
 
 def test_an_advantage_gives_one_number_a_response():
