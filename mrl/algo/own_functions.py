@@ -5,6 +5,7 @@ torch.
 import ast
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,10 +88,11 @@ def bind_own(table: dict[str, Any], name: str, function: Any, decorator: str) ->
     ConfigError for a name that is taken otherwise.
     """
     asking = sys._getframe(2).f_globals  # a function need not know its file: it may be a partial
-    by = _Bound(table, str(asking["__name__"]), str(asking.get("__file__", "")))
+    file = asking.get("__file__")  # none in a notebook
+    by = _Bound(table, str(asking["__name__"]), os.path.realpath(file) if file else "")
     if name in table:
         held = _bound.get((decorator, name))
-        if held is not None and held.file == by.file and held.module != by.module:
+        if held is not None and by.file and held.file == by.file and held.module != by.module:
             return False
         raise ConfigError(f"{decorator}: the name {name!r} is taken; taken: {', '.join(table)}")
     table[name] = function

@@ -407,13 +407,14 @@ class _Loader:
 
     def _tokenise(self, messages: list[dict[str, Any]], extra_info: Mapping[str, Any]) -> list[int]:
         read = with_read_calls(messages)
+        has_read = read != messages
         texts = [text for message in messages for text in texts_of(message["content"])]
-        both = [*messages, *read]  # a name that is given twice is in the text alone
-        texts += [text for message in both for key in message if key != "content" for text in _texts(message[key])]
+        forms = [*messages, *(read if has_read else ())]  # a name that is given twice is in the text alone
+        texts += [text for message in forms for key in message if key != "content" for text in _texts(message[key])]
         if forged := next((token for token in self.forging if any(token in text for text in texts)), None):
             raise BadRow(f"a message holds {forged}, a token of the model's own, which would forge a turn", forged)
         arguments = self.parameters.template_arguments(extra_info)
-        if read != messages:
+        if has_read:
             with suppress(BadRow):  # the template of DeepSeek-V3 wants arguments as text
                 return self._templated(read, arguments)
         return self._templated(messages, arguments)

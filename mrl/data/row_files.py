@@ -348,10 +348,10 @@ def _read_calls(calls: Any) -> Any:
     if isinstance(calls.get("arguments"), str):
         with suppress(ValueError, RecursionError):
             read = parse_json(calls["arguments"] or "{}", strict=False)
-    return calls | {"arguments": ReadArguments(read, calls["arguments"])} if isinstance(read, dict) else calls
+    return calls | {"arguments": _ReadArguments(read, calls["arguments"])} if isinstance(read, dict) else calls
 
 
-class ReadArguments(dict[str, Any]):
+class _ReadArguments(dict[str, Any]):
     """Arguments of a call that stand in a row as JSON. A template that prints them prints that text."""
 
     def __init__(self, read: dict[str, Any], text: str):

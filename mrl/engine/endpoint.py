@@ -220,7 +220,8 @@ def _handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]
         finally:
             if asking.cancel():  # nobody waits any more
                 await asyncio.wait([asking])
-                asking.cancelled() or asking.exception()  # which asyncio would print
+                if not asking.cancelled():
+                    asking.exception()  # asyncio would print it
 
     return handle
 

@@ -1,7 +1,7 @@
 """The content of a Hugging Face config.json: ModelSpec, and how the families read its fields."""
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple
@@ -429,6 +429,18 @@ _KINDS: dict[str, type] = {
 }
 
 
+def _not_finite(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yields each infinity and NaN of a value of JSON, with the dotted key under which it stands."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _not_finite(f"{key}.{name}", each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _not_finite(key, each)
+    elif isinstance(value, float) and not isfinite(value):
+        yield key, value
+
+
 def refuse_impossible(config: HfConfig) -> None:
     """Raises ConfigError for a field of a wrong type or an impossible size. Null is accepted."""
     for key, value in config.items():
@@ -440,8 +452,8 @@ def refuse_impossible(config: HfConfig) -> None:
             continue
         if most is not None and not (type(value) is int and least <= value <= most):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a whole number from {least} to {most}")
-        if isinstance(value, float) and not isfinite(value):
-            raise ConfigError(f"config.json: {key} = {value}: must be a finite number")
+        for where, wrong in _not_finite(key, value):
+            raise ConfigError(f"config.json: {where} = {wrong}: must be a finite number")
         if key in _NUMBERS and not (_is_number(value) and value > 0):
             raise ConfigError(f"config.json: {key} = {shown(value)}: must be a number above 0")
         if key in _NUMBERS_OR_ZERO and not (_is_number(value) and value >= 0):

@@ -1,4 +1,4 @@
-"""Games of textarena and problems of reasoning-gym: by a stand-in of each, and by the packages where they are here."""
+"""Games of textarena and problems of reasoning-gym: with stand-ins, and with the packages where they are installed."""
 
 import json
 import random

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import seeing_agents
 import seeing_tools
-from dialect_templates import CODER, GLM, HERMES, SHOWN, seeing, tokenizer
+from dialect_templates import CODER, GLM, HERMES, QWEN35, SHOWN, seeing, tokenizer
 from PIL import Image
 from transformers import AutoImageProcessor
 
@@ -242,6 +242,7 @@ def test_an_environment_has_the_rows_pictures_and_is_restored_with_its_own(reque
         (HERMES, None),  # it writes parts as Python does
         (seeing(HERMES), SHOWN),
         (seeing(CODER), SHOWN),
+        (seeing(QWEN35), SHOWN),
         (seeing(HERMES).replace("{% if part.type", "{% set n = 1 %}Picture {{ loop.index }}: {% if part.type"), None),
         (seeing(HERMES).replace(SHOWN, ""), None),
     ],
@@ -249,6 +250,18 @@ def test_an_environment_has_the_rows_pictures_and_is_restored_with_its_own(reque
 def test_the_form_of_an_image_in_an_answer_is_the_templates(template, image):
     assert dialect_of(tokenizer("hermes", template), {}).image == image
     assert dialect_of(tokenizer("glm", GLM), {}).image is None
+
+
+@pytest.mark.parametrize("template", [seeing(HERMES), seeing(CODER), seeing(QWEN35)])
+def test_the_text_behind_an_image_stands_as_the_template_writes_it(template):
+    tokens = tokenizer("hermes", template)
+    call = {"type": "function", "function": {"name": "zoom", "arguments": {"side": 64}}}
+    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    parts = [{"type": "image"}, {"type": "text", "text": " a part \n"}]
+    told = {"role": "tool", "content": parts}
+    whole = tokens.apply_chat_template([*asked, told], tokenize=False, add_generation_prompt=True)
+    ids = dialect_of(tokens, {}).context([], [" a part \n"], [1])
+    assert whole.endswith(tokens.decode(ids))
 
 
 def test_a_template_without_a_form_for_images_says_so_to_the_model(reader, request_of):

@@ -422,7 +422,8 @@ def test_infinity_as_transformers_writes_it_hides_no_other_reason(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(nemotron))
     with pytest.raises(ConfigError, match="state-space layers"):
         load_model_spec(tmp_path)
-    for key, value in (("rope_theta", float("inf")), ("rms_norm_eps", float("nan")), ("other", -float("inf"))):
+    wrong = {"rope_theta": float("inf"), "rms_norm_eps": float("nan"), "other": -float("inf")}
+    for key, value in (*wrong.items(), ("vision_config", {"num_heads": float("inf")}), ("others", [1, float("nan")])):
         (tmp_path / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, key: value}))
-        with pytest.raises(ConfigError, match=f"{key} = .* must be a finite number"):
+        with pytest.raises(ConfigError, match=rf"{key}(\.num_heads)? = .* must be a finite number"):
             load_model_spec(tmp_path)

@@ -96,7 +96,8 @@ def test_a_name_is_taken_whatever_function_asks_for_it_and_free_again_where_its_
 
 @pytest.mark.parametrize("loss_first", [True, False])
 def test_a_file_that_another_one_imports_may_run_beside_it(page, monkeypatch, loss_first):
-    monkeypatch.syspath_prepend(page)
+    (page / "link").symlink_to(page)
+    monkeypatch.syspath_prepend(page / "link")
     (page / "losses_of_mine.py").write_text(FILES["my_loss.py"] + "helper = 1\n")
     (page / "advantages_of_mine.py").write_text("from losses_of_mine import helper\n" + FILES["my_advantage.py"])
     calls = [partial(load_custom_loss, "losses_of_mine.py", "quadratic")]
